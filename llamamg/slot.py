@@ -1,0 +1,59 @@
+"""A lane of KV cache and recurrent state. It outlives the sequences that run in it, and keeps their tokens for reuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamamg.sequence import Sequence, TokenBuffer
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The part of a sequence's memory that cannot be cut back (recurrent state, SWA window), as it was after `n_tokens`."""
+
+    n_tokens: int
+    pos_min: int
+    pos_max: int
+    request_id: int
+    data: NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """`id` is what clients see; `seq_id` is where it lies in the KV cache and changes when a plugin moves it."""
+
+    id: int
+    seq_id: int
+    tokens: TokenBuffer = field(default_factory=TokenBuffer)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    sequence: Sequence | None = None
+    t_last_used: float = -1.0  # seconds, perf_counter clock; -1: never
+    last: SlotView | None = None  # what the last sequence left behind, for /slots
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence runs in it."""
+        return self.sequence is not None
+
+
+@dataclass(slots=True)
+class SlotView:
+    """A slot as /slots shows it."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    id_task: int = -1
+    n_prompt_tokens: int = 0
+    n_prompt_processed: int = 0
+    n_prompt_cached: int = 0
+    n_decoded: int = 0
+    n_remain: int = -1
+    has_next_token: bool = False
+    has_new_line: bool = False
+    n_tokens: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
