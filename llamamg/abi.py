@@ -1,0 +1,167 @@
+"""cffi binding of libllamamg, the C ABI of native/src/mg.h.
+
+cffi releases the interpreter lock around every call, so a sampling call costs the asyncio thread nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cffi import FFI
+
+ffi: Final = FFI()
+ffi.cdef("""
+const char * mg_last_error(void);
+const char * mg_build_info(void);
+
+int32_t      mg_switch_count(void);
+const char * mg_switch_name(int32_t i);
+const char * mg_switch_description(int32_t i);
+int32_t      mg_switch_default(int32_t i);
+int32_t      mg_switch_get(const char * name, int32_t * out);
+int32_t      mg_switch_set(const char * name, int32_t value);
+
+struct mg_device {
+    const char * name;
+    const char * description;
+    const char * backend;
+    const char * device_id;
+    int32_t      type;
+    int32_t      is_async;
+    int32_t      has_events;
+    uint64_t     memory_free;
+    uint64_t     memory_total;
+};
+int32_t mg_device_count(void);
+int32_t mg_device_get(int32_t i, struct mg_device * out);
+
+int32_t mg_log_set(int32_t level, const char * path);
+
+int32_t mg_sample_rows(void * ctx, int32_t n, void * const * chains, void * const * grammars,
+                       const int32_t * idx, int32_t * out_tokens);
+int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t idx, int32_t n_top,
+                            int32_t * out_ids, float * out_probs, int32_t * out_token);
+int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
+                    float * out_logprobs, float * out_token_logprob);
+""")
+
+LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
+DEVICE_TYPES: Final = ("cpu", "gpu", "igpu", "accel", "meta")
+
+
+class NativeError(RuntimeError):
+    """A call into libllamamg failed; the text is its own."""
+
+
+class UnknownSwitch(KeyError):
+    """No switch of that name is compiled in; an unpatched library has none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A named run-time integer that patched code reads; at its default the library behaves like upstream."""
+
+    name: str
+    description: str
+    default: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One compute device; memory in bytes."""
+
+    name: str
+    description: str
+    backend: str
+    device_id: str
+    type: str
+    asynchronous: bool
+    events: bool
+    memory_free: int
+    memory_total: int
+
+
+class Abi:
+    """libllamamg. `lib` is the raw cffi handle for hot paths: pass pointers as `ffi.cast("void *", address)`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        self.lib: Final[Any] = ffi.dlopen(str(path))
+
+    # -- switches
+
+    def switches(self) -> list[Switch]:
+        return [self._switch(i) for i in range(self.lib.mg_switch_count())]
+
+    def switch(self, name: str) -> int:
+        """Value of one switch. Raises UnknownSwitch."""
+        out = ffi.new("int32_t *")
+        if self.lib.mg_switch_get(name.encode(), out) != 0:
+            raise self._unknown(name)
+        return int(out[0])
+
+    def set_switch(self, name: str, value: int) -> None:
+        """Set one switch; takes effect where patched code reads it next. Raises UnknownSwitch."""
+        if self.lib.mg_switch_set(name.encode(), int(value)) != 0:
+            raise self._unknown(name)
+
+    def _switch(self, i: int) -> Switch:
+        name = _text(self.lib.mg_switch_name(i))
+        return Switch(
+            name, _text(self.lib.mg_switch_description(i)), int(self.lib.mg_switch_default(i)), self.switch(name)
+        )
+
+    def _unknown(self, name: str) -> UnknownSwitch:
+        known = ", ".join(s.name for s in self.switches()) or "none: this library is unpatched, run `llamamg build`"
+        return UnknownSwitch(f"there is no native switch '{name}' in {self.path.name} (known: {known})")
+
+    # -- information
+
+    def build_info(self) -> dict[str, Any]:
+        """BUILD_INFO.json as compiled in."""
+        info: dict[str, Any] = json.loads(_text(self.lib.mg_build_info()))
+        return info
+
+    def devices(self) -> list[Device]:
+        return [self._device(i) for i in range(self.lib.mg_device_count())]
+
+    def _device(self, i: int) -> Device:
+        d = ffi.new("struct mg_device *")
+        if self.lib.mg_device_get(i, d) != 0:
+            raise self.error()
+        return Device(
+            name=_text(d.name),
+            description=_text(d.description),
+            backend=_text(d.backend),
+            device_id=_text(d.device_id),
+            type=DEVICE_TYPES[d.type] if d.type < len(DEVICE_TYPES) else str(d.type),
+            asynchronous=bool(d.is_async),
+            events=bool(d.has_events),
+            memory_free=int(d.memory_free),
+            memory_total=int(d.memory_total),
+        )
+
+    def error(self) -> NativeError:
+        """The last failure on this thread, to be raised."""
+        return NativeError(_text(self.lib.mg_last_error()) or "libllamamg failed without saying why")
+
+    # -- log
+
+    def set_log(self, level: str, path: Path | None = None) -> None:
+        """Send llama.cpp's log at or above a level of LOG_LEVELS to a file, or to stderr; no Python code runs per line."""
+        if level not in LOG_LEVELS:
+            raise ValueError(f"log level '{level}' does not exist; use one of {', '.join(LOG_LEVELS)}")
+        target = str(path).encode() if path else ffi.NULL
+        if self.lib.mg_log_set(LOG_LEVELS[level], target) != 0:
+            raise self.error()
+
+
+def _text(pointer: Any) -> str:
+    return "" if pointer == ffi.NULL else bytes(ffi.string(pointer)).decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""The native layer: pinned sdist, patch queue, build."""

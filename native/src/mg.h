@@ -1,0 +1,70 @@
+// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling.
+// Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a function
+// that can fail returns a code, and mg_last_error() says what happened on the calling thread.
+#ifndef LLAMAMG_MG_H
+#define LLAMAMG_MG_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "mg_switch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Sentence about the last failure on this thread; empty if there was none. Valid until the next call that fails here.
+MG_API const char * mg_last_error(void);
+
+// BUILD_INFO.json as it was when the library was compiled.
+MG_API const char * mg_build_info(void);
+
+// ---- devices -------------------------------------------------------------------------------------------------------
+
+struct mg_device {
+    const char * name;         // "CUDA0", "CPU", "RPC0[host:port]"
+    const char * description;  // marketing name
+    const char * backend;      // registry the device came from
+    const char * device_id;    // PCI address, "" when there is none
+    int32_t      type;         // enum ggml_backend_dev_type
+    int32_t      is_async;        // 1: computes asynchronously
+    int32_t      has_events;       // 1: has events (with async: pipeline parallelism is possible)
+    uint64_t     memory_free;  // bytes
+    uint64_t     memory_total; // bytes
+};
+
+MG_API int32_t mg_device_count(void);
+// 0, or -1 when i is out of range. Strings live as long as the process.
+MG_API int32_t mg_device_get(int32_t i, struct mg_device * out);
+
+// ---- log -----------------------------------------------------------------------------------------------------------
+
+// Send llama.cpp's log at or above level (1 debug, 2 info, 3 warn, 4 error, 5 nothing) to a file (appended), or to
+// stderr when path is NULL. Native, so no interpreter lock is taken for a log line. -1: the file cannot be opened.
+MG_API int32_t mg_log_set(int32_t level, const char * path);
+
+// ---- sampling ------------------------------------------------------------------------------------------------------
+// ctx is a llama_context*, chains and grammars are llama_sampler*, idx counts rows as llama_get_logits_ith does.
+// A NULL chain means greedy: highest logit, lowest id on a tie. A NULL grammar means none.
+// Order with a grammar: sample freely, test that one token, and only if it is rejected mask all candidates and sample
+// again. The chosen token is accepted by grammar and chain. A sampler must not be used by two threads at once.
+
+// Sample n rows. out_tokens[i] is the token, or -1 for a row that failed. Returns how many rows failed.
+MG_API int32_t mg_sample_rows(void * ctx, int32_t n, void * const * chains, void * const * grammars,
+                              const int32_t * idx, int32_t * out_tokens);
+
+// Sample one row and report the candidates the chain left: ids and probabilities, most probable first, at most n_top.
+// Returns how many candidates were written, or -1.
+MG_API int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t idx, int32_t n_top,
+                                   int32_t * out_ids, float * out_probs, int32_t * out_token);
+
+// Log-softmax over the raw logits of one row: the n_top best (ties: lowest id first) and the value of token
+// (token -1: out_token_logprob is not touched). Returns how many were written, or -1.
+MG_API int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
+                           float * out_logprobs, float * out_token_logprob);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
