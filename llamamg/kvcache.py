@@ -1,0 +1,82 @@
+"""The sequence memory of a context: cutting, copying, shifting, and snapshots of what cannot be cut."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PARTIAL_ONLY = 1  # llama.h: only the recurrent state and sliding windows
+
+
+class Removal(Enum):
+    """How far a sequence can be cut back."""
+
+    PART = "part"  # anywhere: plain KV cache
+    FULL = "full"  # only whole: recurrent and hybrid models keep one state for each sequence
+    BOUNDED = "bounded"  # by up to n_rs_seq tokens
+
+
+class KVCache:
+    """Sequence operations of one context. Only the thread that decodes may call them."""
+
+    def __init__(self, llama: Any, context: Any, *, is_recurrent: bool, n_swa: int) -> None:
+        self._llama, self._context = llama, context
+        self._memory = llama.llama_get_memory(context)
+        self.n_swa = n_swa
+        self.can_shift = bool(llama.llama_memory_can_shift(self._memory))
+        if llama.llama_n_rs_seq(context) > 0:
+            self.removal = Removal.BOUNDED
+        else:
+            self.removal = Removal.FULL if is_recurrent else Removal.PART
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether going back in a sequence takes a snapshot."""
+        return self.removal is not Removal.PART or self.n_swa > 0
+
+    def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
+        """Forget positions [p0, p1) of a sequence; False when this memory cannot be cut there."""
+        return bool(self._llama.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
+
+    def copy(self, source: int, target: int) -> None:
+        """Make `target` hold what `source` holds."""
+        self._llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions [p0, p1) by `delta`."""
+        self._llama.llama_memory_seq_add(self._memory, seq_id, p0, p1, delta)
+
+    def pos_min(self, seq_id: int) -> int:
+        """Smallest position that can still be attended to or continued; -1 when empty."""
+        return int(self._llama.llama_memory_seq_pos_min(self._memory, seq_id))
+
+    def pos_max(self, seq_id: int) -> int:
+        """Largest position held; -1 when empty."""
+        return int(self._llama.llama_memory_seq_pos_max(self._memory, seq_id))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._llama.llama_memory_clear(self._memory, True)
+
+    def save(self, seq_id: int, flags: int = PARTIAL_ONLY) -> NDArray[np.uint8] | None:
+        """A sequence's state as bytes in host memory; None when there is none. Waits for the device."""
+        size = self._llama.llama_state_seq_get_size_ext(self._context, seq_id, flags)
+        if size == 0:
+            return None
+        data = np.empty(size, np.uint8)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        n = self._llama.llama_state_seq_get_data_ext(self._context, pointer, size, seq_id, flags)
+        return data[:n] if n else None
+
+    def size(self, seq_id: int, flags: int = 0) -> int:
+        """Bytes that `save` would take."""
+        return int(self._llama.llama_state_seq_get_size_ext(self._context, seq_id, flags))
+
+    def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = PARTIAL_ONLY) -> bool:
+        """Put a saved state back; False when libllama refuses it."""
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return bool(self._llama.llama_state_seq_set_data_ext(self._context, pointer, len(data), seq_id, flags))

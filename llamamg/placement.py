@@ -1,0 +1,123 @@
+"""Which device each tensor goes to: device lists, tensor splits and buffer-type overrides, as libllama wants them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from llamamg.config import ModelConfig
+from llamamg.errors import LoadError
+from llamamg.library import Library
+
+# The expert tensors of a mixture, as llama-server's -cmoe means them.
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+
+
+class _Override(ctypes.Structure):
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+class Placement:
+    """Holds the arrays that libllama's model parameters point into; keep it alive until the model is loaded."""
+
+    def __init__(self, library: Library, config: ModelConfig) -> None:
+        self._config = config
+        self._ggml = _backend_functions(library)
+        self._keep: list[Any] = []
+        for endpoint in config.rpc:
+            self._add_rpc(endpoint)
+
+    def apply(self, params: Any) -> None:
+        """Point `params` at the arrays."""
+        params.devices = self._devices()
+        params.tensor_buft_overrides = self._overrides()
+        if self._config.tensor_split:
+            n_max = 16
+            split = (ctypes.c_float * n_max)(*self._config.tensor_split)
+            self._keep.append(split)
+            params.tensor_split = split
+        params.kv_overrides = None
+
+    def names(self) -> list[str]:
+        """Every device by name."""
+        g = self._ggml
+        return [g.ggml_backend_dev_name(g.ggml_backend_dev_get(i)).decode() for i in range(g.ggml_backend_dev_count())]
+
+    def _devices(self) -> Any:
+        wanted = self._config.devices
+        if wanted is None:
+            return None
+        handles = []
+        for name in wanted:
+            handle = self._ggml.ggml_backend_dev_by_name(name.encode())
+            if not handle:
+                raise LoadError(f"no device {name!r}: there are {', '.join(self.names()) or 'none'} (see `llamamg doctor`)")
+            handles.append(handle)
+        array = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+        self._keep.append(array)
+        return ctypes.cast(array, ctypes.c_void_p)
+
+    def _buffer_types(self) -> dict[str, int]:
+        g, found = self._ggml, {}
+        for i in range(g.ggml_backend_dev_count()):
+            kind = g.ggml_backend_dev_buffer_type(g.ggml_backend_dev_get(i))
+            if kind:
+                found[g.ggml_backend_buft_name(kind).decode()] = kind
+        return found
+
+    def _overrides(self) -> Any:
+        c = self._config
+        wanted = list(c.override_tensor)
+        if c.cpu_moe:
+            wanted.append((EXPERTS, "CPU"))
+        wanted += [(rf"blk\.{i}{EXPERTS}", "CPU") for i in range(c.n_cpu_moe)]
+        if not wanted:
+            return None
+        types = self._buffer_types()
+        array = (_Override * (len(wanted) + 1))()
+        for i, (pattern, name) in enumerate(wanted):
+            if name not in types:
+                raise LoadError(f"-ot {pattern}={name}: no such buffer type; there are {', '.join(sorted(types))}")
+            text = pattern.encode()
+            self._keep.append(text)
+            array[i].pattern, array[i].buffer_type = text, types[name]
+        self._keep.append(array)
+        return ctypes.cast(array, ctypes.c_void_p)
+
+    def _add_rpc(self, endpoint: str) -> None:
+        g = self._ggml
+        registry = g.ggml_backend_reg_by_name(b"RPC")
+        if not registry:
+            raise LoadError("--rpc needs the RPC backend, and this build has none: run `llamamg build`")
+        address = g.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
+        add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
+        server = add(endpoint.encode())
+        if not server:
+            raise LoadError(f"no rpc-server answers at {endpoint}: start one there, or check the address")
+        g.ggml_backend_register(ctypes.c_void_p(server))
+
+
+def _backend_functions(library: Library) -> Any:
+    """libggml's device functions with their types (llama_cpp's own binding looks in the wrong folder)."""
+    g = ctypes.CDLL(str(library.dir / "libggml.so"))
+    void, text = ctypes.c_void_p, ctypes.c_char_p
+    for name, result, arguments in (
+        ("ggml_backend_dev_count", ctypes.c_size_t, []),
+        ("ggml_backend_dev_get", void, [ctypes.c_size_t]),
+        ("ggml_backend_dev_by_name", void, [text]),
+        ("ggml_backend_reg_by_name", void, [text]),
+        ("ggml_backend_register", None, [void]),
+    ):
+        function = getattr(g, name)
+        function.restype, function.argtypes = result, arguments
+    base = ctypes.CDLL(str(library.dir / "libggml-base.so"))
+    for name, result, arguments in (
+        ("ggml_backend_dev_name", text, [void]),
+        ("ggml_backend_dev_buffer_type", void, [void]),
+        ("ggml_backend_buft_name", text, [void]),
+        ("ggml_backend_reg_get_proc_address", void, [void, text]),
+    ):
+        function = getattr(base, name)
+        function.restype, function.argtypes = result, arguments
+        setattr(g, name, function)
+    return g
