@@ -1,0 +1,57 @@
+"""What hooks answer with, where a plain number or list would not say enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from llamamg.slot import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """`admit`: the request may take a slot now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defer:
+    """`admit`: the request stays at the head of the queue and is asked about again in the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """`admit`: the client gets an error with this sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """`batch_failed`: run the same rows again in `n_parts` batches."""
+
+    n_parts: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """`batch_failed`: end the sequences of this batch with an error; all others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """`batch_failed`: give up the cached tokens of idle slots, at least `n_tokens` of them, then run the batch again."""
+
+    n_tokens: int
+
+
+class PrefixHit(Protocol):
+    """`find_prefix`: `n_tokens` of the prompt are computed already and can be put into a slot."""
+
+    n_tokens: int
+
+    def ready(self) -> bool:
+        """True once `restore` will not wait."""
+
+    def restore(self, slot: Slot) -> None:
+        """Put the state of the first `n_tokens` positions into the slot's sequence."""

@@ -1,0 +1,341 @@
+"""The plugins of one server: which are on, their instances, and what happens when one is toggled or fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from llamamg.config import Config, PluginsConfig
+from llamamg.hooks import ARGUMENTS, Hook, Hooks, trace_wanted
+from llamamg.plugins.declaration import PluginError, Unavailable
+from llamamg.plugins.discovery import Found, discover, new_manager
+from llamamg.plugins.options import Options
+from llamamg.plugins.selection import conflict, declaration_of, select, unknown
+from llamamg.plugins.view import PluginView
+
+if TYPE_CHECKING:
+    from llamamg.engine import Engine
+
+log = logging.getLogger(__name__)
+Switches = dict[str, int]
+
+
+@dataclass(slots=True)
+class Member:
+    """One installed plugin with its instance and state."""
+
+    found: Found
+    instance: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    enabled: bool = False
+    configured: bool = False
+    started: bool = False
+    reason: str | None = None  # why it is off although it was wanted
+    quarantined: str | None = None
+
+
+class PluginSet:
+    """All installed plugins. Except `views`, its methods belong to the thread that starts, then to the engine thread."""
+
+    def __init__(self, config: PluginsConfig, found: Mapping[str, Found], *, traced: bool | None = None) -> None:
+        self.config = config
+        self.hooks = Hooks(traced=trace_wanted() if traced is None else traced)
+        self.warnings: list[str] = []  # sentences for the log at the start
+        self.apply_switches: Callable[[Switches], None] | None = None  # set by the engine; gets all switches, after a toggle
+        self._members = {name: Member(entry) for name, entry in found.items()}
+        self._found = found
+        self._manager: pluggy.PluginManager = new_manager()
+        self._full: Config | None = None
+        self._devices: Seq[Any] = ()
+        self._engine: Engine | None = None
+
+    @classmethod
+    def discover(cls, config: PluginsConfig, points: Iterable[EntryPoint] | None = None) -> PluginSet:
+        """Find what is installed. Nothing is enabled or instantiated yet; broken packages appear in `views` and `warnings`."""
+        found = discover(points)
+        plugins = cls(config, found)
+        plugins.warnings = [f"plugin {name}: {entry.broken}" for name, entry in found.items() if entry.broken is not None]
+        return plugins
+
+    # ---- start and stop
+
+    def configure(self, config: Config, devices: Seq[Any] = ()) -> Config:
+        """Decide which plugins are on; returns the configuration with the context values they asked for.
+
+        Raises PluginError with a sentence: unknown names, bad options, conflicts, requirements, a named plugin that does
+        not apply.
+        """
+        selection = select(self.config, self._found)
+        self.warnings += selection.warnings
+        self._full, self._devices = config, devices
+        for name, member in self._members.items():
+            if member.found.broken is None and (member.found.shipped or name in selection.order):
+                self._instantiate(name, member)
+            elif member.found.broken is None and name in self.config.options:
+                self._parse(name, member)  # a wrong value is an error now, not at a later toggle
+            member.reason = selection.left_out.get(name)
+        for name in selection.order:
+            self._configure_one(name, self._members[name], named=name in selection.named)
+        self.native_switches()
+        self._recompile()
+        return self._full
+
+    def _configure_one(self, name: str, member: Member, *, named: bool) -> None:
+        missing = [need for need in declaration_of(name, self._found).requires if not self._is_on(need)]
+        if missing:
+            sentence = f"{name} requires {missing[0]}, which is not on: add --enable {missing[0]} or --disable {name}"
+            if named:
+                raise PluginError(sentence)
+            member.reason = f"requires {missing[0]}, which is not on"
+            return
+        try:
+            changed = self._call(member, "configure", config=self._full, devices=self._devices)
+        except Unavailable as error:
+            if named:
+                raise PluginError(f"{name} cannot be enabled here: {error}; start without --enable {name}") from error
+            member.reason = str(error)
+            return
+        except Exception as error:
+            if named:
+                raise PluginError(f"{name} failed in configure ({_text(error)}); start without --enable {name}") from error
+            member.quarantined = f"configure: {_text(error)}"
+            self.warnings.append(f"plugin {name} is off: {member.quarantined}")
+            return
+        if changed is not None:
+            self._full = changed
+        member.configured = member.enabled = True
+
+    def start(self, engine: Engine) -> None:
+        """Run `engine_start` of the enabled plugins; call it on the engine thread before the first step."""
+        self._engine = engine
+        for name, member in list(self._members.items()):
+            if member.enabled:
+                try:
+                    self._start_one(member)
+                except Exception as error:
+                    self.quarantine(name, error, "engine_start")
+
+    def stop(self) -> None:
+        """Run `engine_stop` of every plugin that was started."""
+        for name, member in self._members.items():
+            if member.started:
+                member.started = False
+                try:
+                    self._call(member, "engine_stop", engine=self._engine)
+                except Exception as error:
+                    log.error("plugin %s failed in engine_stop: %s", name, _text(error))
+
+    # ---- toggling
+
+    def toggle(self, name: str, enabled: bool) -> None:
+        """Switch a plugin between two steps. Raises PluginError with a sentence that says what to do; nothing changes then."""
+        member = self._members.get(name)
+        if member is None:
+            raise PluginError(unknown(name, self._found))
+        if member.found.broken is not None:
+            raise PluginError(f"plugin {name} cannot be used: {member.found.broken}")
+        if member.enabled == enabled and member.quarantined is None:
+            return
+        self._check_toggle_class(name, enabled)
+        if enabled:
+            self._enable(name, member)
+        else:
+            needed = [other for other in self._on() if name in declaration_of(other, self._found).requires]
+            if needed:
+                raise PluginError(f"{needed[0]} requires {name}: switch {needed[0]} off first")
+            member.enabled = False
+        member.quarantined = member.reason = None
+        self._recompile()
+        self._switch()
+
+    def _check_toggle_class(self, name: str, enabled: bool) -> None:
+        toggle = declaration_of(name, self._found).toggle
+        if toggle == "restart":
+            flag = "--enable" if enabled else "--disable"
+            raise PluginError(f"{name} can only be switched at the start: restart with {flag} {name}")
+        n_busy = sum(slot.busy for slot in self._engine.slots) if self._engine is not None else 0
+        if toggle == "idle" and n_busy:
+            raise PluginError(f"{name} can only be switched while nothing runs, and {n_busy} slots are busy: try again later")
+
+    def _enable(self, name: str, member: Member) -> None:
+        for other in self._on():
+            if other != name and conflict(name, other, self._found):
+                raise PluginError(f"{name} conflicts with {other}: switch {other} off first")
+        for need in declaration_of(name, self._found).requires:
+            if not self._is_on(need):
+                raise PluginError(f"{name} requires {need}: switch {need} on first")
+        if member.instance is None:
+            self._instantiate(name, member)
+        try:
+            if not member.configured:
+                changed = self._call(member, "configure", config=self._full, devices=self._devices)
+                if changed is not None and changed != self._full:
+                    raise PluginError(f"{name} changes the context: restart with --enable {name}")
+                member.configured = True
+            if self._engine is not None:
+                self._start_one(member)
+        except Unavailable as error:
+            member.reason = str(error)
+            raise PluginError(f"{name} cannot be enabled here: {error}") from error
+        except PluginError:
+            raise
+        except Exception as error:
+            member.quarantined = _text(error)
+            raise PluginError(f"{name} could not be enabled, it raised {_text(error)}") from error
+        member.enabled = True
+        try:
+            self.native_switches()
+        except PluginError:
+            member.enabled = False
+            raise
+
+    def quarantine(self, culprit: str | Hook, error: BaseException, hook: str = "") -> None:
+        """Switch a plugin off because a hook of it raised, and whatever requires it; never raises."""
+        name = culprit if isinstance(culprit, str) else self.hooks.owner(culprit)
+        if name is None or name not in self._members:
+            raise ValueError(f"{culprit!r} belongs to no plugin") from error
+        member = self._members[name]
+        reason = f"{hook}: {_text(error)}" if hook else _text(error)
+        member.enabled, member.quarantined = False, reason
+        log.error("plugin %s is off: %s", name, reason, exc_info=error)
+        for other in self._on():
+            if name in declaration_of(other, self._found).requires:
+                self._members[other].enabled = False
+                self._members[other].reason = f"requires {name}, which was switched off by an error"
+        self._recompile()
+        self._switch()
+        for function in self.hooks.plugin_quarantined:
+            try:
+                function(name, reason)
+            except Exception as second:
+                other_name = self.hooks.owner(function)
+                if other_name is not None:  # None: this very loop has quarantined it already
+                    self.quarantine(other_name, second, "plugin_quarantined")
+
+    def blame(self, error: BaseException) -> str | None:
+        """The plugin whose hook raised `error`, or None when it was not a hook."""
+        return self.hooks.blame(error)
+
+    def find_owner(self, function: Hook) -> str:
+        """The plugin of a compiled hook function. Raises KeyError for a foreign function."""
+        name = self.hooks.owner(function)
+        if name is None:
+            raise KeyError(function)
+        return name
+
+    # ---- what others ask
+
+    def native_switches(self) -> Switches:
+        """The native switches of all enabled plugins. Raises PluginError when two want different values of one switch."""
+        switches: Switches = {}
+        owners: dict[str, str] = {}
+        for name in self._on():
+            wanted = self._call(self._members[name], "native_switches", config=self._full, devices=self._devices)
+            for switch, value in (wanted or {}).items():
+                if switches.setdefault(switch, int(value)) != int(value):
+                    raise PluginError(
+                        f"{owners[switch]} and {name} want different values of the native switch {switch}: "
+                        "enable only one of the two"
+                    )
+                owners.setdefault(switch, name)
+        return switches
+
+    def register_metrics(self, registry: Any) -> None:
+        """Let every instantiated plugin add its own counters."""
+        self._collect("register_metrics", metrics=registry)
+
+    def routes(self) -> dict[str, list[Any]]:
+        """Routes of the plugins by plugin name."""
+        return {name: list(routes) for name, routes in self._collect("register_routes").items() if routes}
+
+    def views(self) -> list[PluginView]:
+        """A snapshot of all plugins; any thread may ask."""
+        return [self._view(name, member) for name, member in self._members.items()]
+
+    def enabled(self) -> list[str]:
+        """Names of the plugins that are on."""
+        return list(self._on())
+
+    # ---- inside
+
+    def _view(self, name: str, member: Member) -> PluginView:
+        declaration = member.found.declaration
+        if declaration is None:
+            return PluginView(name, available=False, reason=member.found.broken, decided=self._full is not None)
+        spent = [s for (plugin, _), s in list(self.hooks.seconds.items()) if plugin == name]
+        return PluginView(
+            name=name,
+            summary=declaration.summary,
+            enabled=member.enabled,
+            auto=member.found.shipped,
+            available=member.reason is None,
+            reason=member.reason,
+            toggle=declaration.toggle,
+            helps=declaration.helps,
+            hurts=declaration.hurts,
+            guard=str(declaration.guard),
+            effect=int(getattr(member.instance, "effect", 0)),
+            effect_unit=declaration.effect,
+            hook_ms=1e3 * sum(spent) if self.hooks.traced else None,
+            quarantined=member.quarantined,
+            options=dict(member.options),
+            decided=self._full is not None,
+        )
+
+    def _parse(self, name: str, member: Member) -> dict[str, Any]:
+        options = Options(name)
+        options.declared = member.found.options
+        return options.values(self.config.options.get(name, {}))
+
+    def _instantiate(self, name: str, member: Member) -> None:
+        assert member.found.cls is not None
+        values = self._parse(name, member)
+        try:
+            member.instance = member.found.cls(**values)
+        except Exception as error:
+            raise PluginError(f"plugin {name} does not take these options ({_text(error)}); see --help") from error
+        member.options = {key.replace("_", "-"): value for key, value in values.items()}
+        self._manager.register(member.instance, name)
+
+    def _call(self, member: Member, hook: str, **arguments: Any) -> Any:
+        for impl in getattr(self._manager.hook, hook).get_hookimpls():
+            if impl.plugin is member.instance:
+                return impl.function(*[arguments[name] for name in impl.argnames])
+        return None
+
+    def _collect(self, hook: str, **arguments: Any) -> dict[str, Any]:
+        answers = {}
+        for name, member in list(self._members.items()):
+            if member.instance is not None and member.found.broken is None:
+                try:
+                    answers[name] = self._call(member, hook, **arguments)
+                except Exception as error:
+                    self.quarantine(name, error, hook)
+        return answers
+
+    def _start_one(self, member: Member) -> None:
+        if not member.started:
+            self._call(member, "engine_start", engine=self._engine)
+            member.started = True
+
+    def _on(self) -> list[str]:
+        return [name for name, member in self._members.items() if member.enabled]
+
+    def _is_on(self, name: str) -> bool:
+        return name in self._members and self._members[name].enabled
+
+    def _recompile(self) -> None:
+        self.hooks.compile(self._manager, frozenset(self._on()))
+
+    def _switch(self) -> None:
+        if self.apply_switches is not None:
+            self.apply_switches(self.native_switches())
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
