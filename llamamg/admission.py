@@ -1,0 +1,135 @@
+"""From the queue into a slot: who is next, which slot, and how much of it can be reused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from llamamg.batch import StepState
+from llamamg.checkpoint import CheckpointPolicy
+from llamamg.decisions import Defer, PrefixHit, Reject
+from llamamg.hookcalls import HookCalls
+from llamamg.kvcache import KVCache
+from llamamg.output import TextStream
+from llamamg.request import Failed, Request, Timings
+from llamamg.sampler import Sampler
+from llamamg.sequence import Sequence
+from llamamg.slot import Slot
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A queued request with its sampler, which was built off the engine thread."""
+
+    request: Request
+    sampler: Sampler
+
+
+class Admission:
+    """The queue. Lower `priority` first, then arrival; a request for a busy slot lets others pass."""
+
+    def __init__(
+        self, slots: list[Slot], kv: KVCache, checkpoints: CheckpointPolicy, calls: HookCalls, *, n_ctx_slot: int, similarity: float
+    ) -> None:
+        self.queue: list[Waiting] = []
+        self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
+        self._n_ctx_slot, self._similarity = n_ctx_slot, similarity
+
+    def add(self, waiting: Waiting) -> None:
+        """Queue a request behind those that go before it."""
+        key = (waiting.request.priority, waiting.request.id)
+        at = len(self.queue)
+        while at and (self.queue[at - 1].request.priority, self.queue[at - 1].request.id) > key:
+            at -= 1
+        self.queue.insert(at, waiting)
+
+    def remove(self, request_id: int) -> Waiting | None:
+        """Take a request out of the queue; None when it is not there."""
+        for i, waiting in enumerate(self.queue):
+            if waiting.request.id == request_id:
+                return self.queue.pop(i)
+        return None
+
+    def admit(self, state: StepState) -> tuple[list[Sequence], list[tuple[Waiting, Failed]]]:
+        """Move requests into free slots while there are any; the sequences that begin, and the requests turned away."""
+        begun: list[Sequence] = []
+        refused: list[tuple[Waiting, Failed]] = []
+        i = 0
+        while i < len(self.queue) and any(not slot.busy for slot in self._slots):
+            waiting = self.queue[i]
+            if 0 <= waiting.request.id_slot and self._slots[waiting.request.id_slot % len(self._slots)].busy:
+                i += 1
+                continue
+            decision = self._calls.first("admit", waiting.request, state) if self._calls.hooks.admit else None
+            if isinstance(decision, Defer):
+                break
+            self.queue.pop(i)
+            if isinstance(decision, Reject):
+                refused.append((waiting, Failed(503, "unavailable_error", decision.reason)))
+                continue
+            begun.append(self._begin(waiting))
+        return begun, refused
+
+    def _begin(self, waiting: Waiting) -> Sequence:
+        request = waiting.request
+        slot = self.choose(request)
+        sequence = Sequence(request, slot, waiting.sampler, TextStream(request.stop), n_predict=request.n_predict)
+        n_past = self._reuse(slot, request)
+        slot.tokens.keep(n_past)
+        slot.sequence = sequence
+        sequence.n_past = n_past
+        sequence.t_start = time.perf_counter()
+        sequence.timings = Timings(cache_n=n_past, queue_ms=1e3 * (sequence.t_start - request.arrival))
+        return sequence
+
+    def choose(self, request: Request) -> Slot:
+        """The slot named by the request, else a plugin's choice, else the longest common prefix, else the least recently used."""
+        if request.id_slot >= 0:
+            return self._slots[request.id_slot % len(self._slots)]
+        if self._calls.hooks.select_slot:
+            chosen = self._calls.first("select_slot", request, self._slots, check=_refuse_busy)
+            if chosen is not None:
+                return chosen  # type: ignore[no-any-return]
+        idle = [slot for slot in self._slots if not slot.busy]
+        if self._similarity > 0 and len(request.prompt):
+            best, best_similarity = None, self._similarity
+            for slot in idle:
+                similarity = slot.tokens.common_prefix(request.prompt) / len(request.prompt)
+                if similarity > best_similarity:
+                    best, best_similarity = slot, similarity
+            if best is not None:
+                return best
+        return least_recently_used(idle)
+
+    def _reuse(self, slot: Slot, request: Request) -> int:
+        """Prepare the slot's memory for the prompt; how many of its tokens need not be computed again."""
+        n_past = slot.tokens.common_prefix(request.prompt) if request.cache_prompt else 0
+        if self._calls.hooks.find_prefix and request.cache_prompt:
+            hit: PrefixHit | None = self._calls.first("find_prefix", request, slot)
+            if hit is not None and n_past < hit.n_tokens <= len(request.prompt) and hit.ready():
+                hit.restore(slot)
+                slot.tokens.keep(0)
+                slot.tokens.extend(request.prompt[: hit.n_tokens])
+                n_past = hit.n_tokens
+        n_past = self._checkpoints.rewind(slot, n_past, len(request.prompt))
+        if n_past == len(request.prompt) and n_past > 0:
+            n_past -= 1  # at least one token must be computed, or there are no logits to sample from
+        if not self._kv.remove(slot.seq_id, n_past, -1):
+            self._kv.remove(slot.seq_id, -1, -1)
+            slot.checkpoints = []
+            n_past = 0
+        return n_past
+
+
+def least_recently_used(idle: Seq[Slot]) -> Slot:
+    """The slot unused for the longest time; of equals the last, as llama-server has it."""
+    best = idle[0]
+    for slot in idle[1:]:
+        if slot.t_last_used <= best.t_last_used:
+            best = slot
+    return best
+
+
+def _refuse_busy(slot: Slot) -> str | None:
+    return f"slot {slot.id} is busy" if slot.busy else None

@@ -1,0 +1,97 @@
+"""When to snapshot the memory that cannot be cut back, which snapshots to keep, and which one a prompt can start from.
+
+The rules are llama-server's, so that the same chats hit in both: near the end of a prompt and at user messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamamg.kvcache import KVCache
+from llamamg.sequence import Sequence
+from llamamg.slot import Checkpoint, Slot
+
+TAIL = 4  # the last tokens of a chat prompt are the template's; a follow-up shares everything before them
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """`n_max` snapshots for each slot, at least `min_step` tokens apart in the middle of a prompt."""
+
+    n_max: int
+    min_step: int
+    n_batch: int
+    n_ubatch: int
+    kv: KVCache
+
+    @property
+    def active(self) -> bool:
+        """Whether this model needs checkpoints at all."""
+        return self.n_max > 0 and self.kv.needs_checkpoints
+
+    def stop_at(self, sequence: Sequence, begin: int, end: int) -> int:
+        """Where prompt tokens [begin, end) must end so that a snapshot can be made there; `end` when nowhere."""
+        if not self.active:
+            return end
+        n_prompt = sequence.n_prompt
+        stops = [n_prompt - min(self.n_batch, TAIL + self.n_ubatch), n_prompt - min(self.n_batch, TAIL)]
+        starts = sequence.request.user_starts
+        checkpoints = sequence.slot.checkpoints
+        for at in starts:
+            if at == starts[-1] or not checkpoints or at > checkpoints[-1].n_tokens + self.min_step:
+                stops.append(at)
+        return min((at for at in stops if begin < at < end), default=end)
+
+    def wanted(self, sequence: Sequence, begin: int, end: int) -> bool:
+        """Whether to snapshot the state before tokens [begin, end) of the prompt are computed."""
+        if not self.active:
+            return False
+        n_prompt, starts = sequence.n_prompt, sequence.request.user_starts
+        near_end = n_prompt < end + self.n_ubatch
+        if end < n_prompt and begin not in starts and not near_end:
+            return False
+        checkpoints = sequence.slot.checkpoints
+        is_last_user = bool(starts) and begin == starts[-1]
+        return not checkpoints or is_last_user or near_end or begin > checkpoints[-1].n_tokens + self.min_step
+
+    def make(self, slot: Slot, n_tokens: int, request_id: int) -> None:
+        """Snapshot `slot`, which holds `n_tokens`."""
+        pos_min, pos_max = self.kv.pos_min(slot.seq_id), self.kv.pos_max(slot.seq_id)
+        if pos_min < 0:
+            return
+        data = self.kv.save(slot.seq_id)
+        if data is None:
+            return
+        kept = self._thinned(slot.checkpoints, request_id)
+        kept = [c for c in kept if c.n_tokens != n_tokens][-(self.n_max - 1) :] if self.n_max > 1 else []
+        kept.append(Checkpoint(n_tokens, pos_min, pos_max, request_id, data))
+        slot.checkpoints = kept
+
+    def _thinned(self, checkpoints: list[Checkpoint], request_id: int) -> list[Checkpoint]:
+        """A full list loses those of older requests that lie close behind another."""
+        if len(checkpoints) + 1 < self.n_max:
+            return list(checkpoints)
+        kept: list[Checkpoint] = []
+        for c in checkpoints:
+            if kept and c.request_id != request_id and c.n_tokens <= kept[-1].n_tokens + self.min_step:
+                continue
+            kept.append(c)
+        return kept
+
+    def rewind(self, slot: Slot, n_past: int, n_prompt: int) -> int:
+        """Make the slot's memory continue at `n_past` or before; how many tokens it can keep. Drops later snapshots."""
+        if n_past > 0:
+            pos_min = self.kv.pos_min(slot.seq_id)
+            needed = max(0, n_past - self.kv.n_swa - (0 if n_past < n_prompt else 1))
+            if pos_min < 0:
+                n_past = 0
+            elif pos_min >= needed:
+                n_past = self._restore(slot, n_past, needed)
+        slot.checkpoints = [c for c in slot.checkpoints if c.pos_max <= n_past]
+        return n_past
+
+    def _restore(self, slot: Slot, n_past: int, needed: int) -> int:
+        for c in reversed(slot.checkpoints):
+            if c.pos_max <= n_past and (c.pos_min < needed or c.pos_min == 0) and self.kv.restore(slot.seq_id, c.data):
+                return min(n_past, max(c.pos_min + 1, c.pos_max), c.n_tokens)
+        return 0

@@ -1,0 +1,222 @@
+"""The loop. One thread owns the context and everything that changes it; the rest of the process talks to it by messages."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from llamamg.admission import Waiting
+from llamamg.batch import Batch
+from llamamg.config import Config
+from llamamg.errors import BatchError
+from llamamg.hookcalls import HookCalls
+from llamamg.model import ModelInfo
+from llamamg.recovery import Recovery
+from llamamg.request import Event, Failed, Request
+from llamamg.runner import Runner
+from llamamg.sampler import Sampler, SamplerError
+from llamamg.scheduler import Scheduler
+from llamamg.slot import Slot, SlotView
+from llamamg.stats import Stats
+from llamamg.vocab import Vocabulary
+
+T = TypeVar("T")
+Deliver = Callable[[list[tuple[int, Event]]], None]
+IDLE_WAIT_S = 5.0
+
+
+class Engine:
+    """Serves requests with a model. Make one with `llamamg.loading.load`; set `deliver` before `start`.
+
+    `submit`, `cancel`, `call`, `slot_views` and the read-only attributes may be used from any thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        vocab: Vocabulary,
+        model: ModelInfo,
+        calls: HookCalls,
+        plugins: Any,
+        n_ctx_slot: int,
+        new_sampler: Callable[[Request], Sampler],
+        view: Callable[[Slot], SlotView],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.vocab, self.model, self.plugins = config, vocab, model, plugins
+        self.scheduler, self.runner, self.calls = scheduler, runner, calls
+        self.n_ctx_slot = n_ctx_slot
+        self.slots: list[Slot] = scheduler.slots
+        self.stats: Stats = scheduler.stats
+        self.deliver: Deliver = lambda pairs: None
+        self.error: BaseException | None = None  # what ended the loop, if it did not end by `stop`
+        self._new_sampler, self._view, self._close = new_sampler, view, close
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pending: deque[Batch] = deque()  # batches of a plan, or of a retry, that are not submitted yet
+        self._recovery = Recovery(scheduler, calls, self._pending)
+        self._thread = threading.Thread(target=self._run, name="llamamg-engine", daemon=True)
+        self._stop_at: float | None = None
+
+    # -- from any thread
+
+    def start(self) -> None:
+        """Start the loop."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Turn queued requests away, let running ones end or cut them after `timeout_s`, and free the context."""
+        self._inbox.put(lambda: self._begin_stop(time.monotonic() + timeout_s))
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s + 5.0)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events come through `deliver`. The sampler is built here, on the caller's thread."""
+        failed = self._refuse(request)
+        if failed is None:
+            try:
+                waiting = Waiting(request, self._new_sampler(request))
+                self._inbox.put(lambda: self.scheduler.submit(waiting))
+                return
+            except SamplerError as error:
+                failed = Failed(400, "invalid_request_error", str(error))
+        refusal = failed
+        self._inbox.put(lambda: self.scheduler.outbox.append((request.id, refusal)))
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, queued or running; no event of it follows the next step."""
+        self._inbox.put(lambda: self.scheduler.cancel(request_id))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function` on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def slot_views(self) -> list[SlotView]:
+        """The slots as /slots shows them: a look without a lock, each field is right at some moment."""
+        return [self._view(slot) for slot in self.slots]
+
+    @property
+    def n_slots(self) -> int:
+        """Slots."""
+        return len(self.slots)
+
+    def queue_len(self) -> int:
+        """Requests waiting for a slot."""
+        return self.scheduler.n_waiting
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs."""
+        return self._thread.is_alive()
+
+    def _refuse(self, request: Request) -> Failed | None:
+        n = len(request.prompt)
+        if n >= self.n_ctx_slot:
+            message = f"request ({n} tokens) exceeds the available context size ({self.n_ctx_slot} tokens), try increasing it"
+            extra = {"n_prompt_tokens": n, "n_ctx": self.n_ctx_slot}
+            return Failed(400, "exceed_context_size_error", message, extra)
+        if n and (int(request.prompt.min()) < 0 or int(request.prompt.max()) >= self.vocab.n_vocab):
+            return Failed(400, "invalid_request_error", "Prompt contains invalid tokens")
+        return None
+
+    # -- on the engine thread
+
+    def step(self) -> bool:
+        """Admit, plan, keep the pipeline full, collect one batch, emit its tokens. False when there was nothing to do."""
+        self._drain()
+        if not self._pending:
+            self._pending.extend(self.scheduler.plan().batches)
+        while self._pending and self.runner.has_room():
+            self._submit(self._pending.popleft())
+        done = self.runner.collect()
+        if done is not None:
+            self.scheduler.commit(done)
+            if self.calls.hooks.batch_done:
+                self.calls.each("batch_done", done.batch, done.elapsed_s)
+        self._emit()
+        return done is not None or bool(self._pending)
+
+    def _submit(self, batch: Batch) -> None:
+        rows = self._recovery.alive(batch)
+        if not rows:
+            return
+        try:
+            self.runner.submit(batch)
+        except BatchError as error:
+            self._recovery.recover(batch, error)
+            return
+        self._recovery.succeeded(batch)
+        if self.calls.hooks.batch_submitted:
+            self.calls.each("batch_submitted", batch)
+
+    def _drain(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _emit(self) -> None:
+        outbox = self.scheduler.outbox
+        if outbox:
+            pairs = outbox.copy()
+            outbox.clear()
+            self.deliver(pairs)
+
+    def _idle(self) -> None:
+        """Nothing runs: let plugins tidy up, then sleep until somebody wants something."""
+        if self.calls.hooks.idle and any(self.calls.each("idle", self.scheduler.state)):
+            return
+        try:
+            self._inbox.get(timeout=IDLE_WAIT_S)()
+        except queue.Empty:
+            return
+
+    def _run(self) -> None:
+        try:
+            self.plugins.engine_start(self)
+            while not self._is_over():
+                if not self.step():
+                    self._idle()
+        except BaseException as error:
+            self.error = error
+            self._fail_all(Failed(500, "server_error", f"the engine stopped: {error!r}"))
+            raise
+        finally:
+            self.plugins.engine_stop(self)
+            self._emit()
+            self.runner.close()
+            self._close()
+
+    def _begin_stop(self, deadline: float) -> None:
+        self._stop_at = deadline
+        self.scheduler.fail_waiting(Failed(503, "unavailable_error", "the server is shutting down"))
+
+    def _is_over(self) -> bool:
+        if self._stop_at is None:
+            return False
+        if self.scheduler.running and time.monotonic() < self._stop_at:
+            return False
+        self._fail_all(Failed(503, "unavailable_error", "the server is shutting down"))
+        return True
+
+    def _fail_all(self, failed: Failed) -> None:
+        self._drain()
+        self.scheduler.fail_waiting(failed)
+        for sequence in self.scheduler.running:
+            self.scheduler.fail(sequence, failed)
+        self._emit()

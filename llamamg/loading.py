@@ -1,0 +1,127 @@
+"""From a configuration to an engine ready to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llamamg import library as native
+from llamamg.admission import Admission
+from llamamg.arrange import Arranger
+from llamamg.checkpoint import CheckpointPolicy
+from llamamg.completion import Completion
+from llamamg.config import Config
+from llamamg.engine import Engine
+from llamamg.errors import LoadError
+from llamamg.hookcalls import HookCalls
+from llamamg.kvcache import KVCache
+from llamamg.model import ModelInfo, describe, load_model, n_slots, new_context
+from llamamg.request import Request
+from llamamg.runner import ModelRunner, Runner
+from llamamg.sampler import Sampler
+from llamamg.scheduler import Scheduler
+from llamamg.slot import Slot
+from llamamg.stats import Stats
+from llamamg.vocab import Vocabulary
+
+
+def load(config: Config, plugins: Any, progress: Callable[[float], None] | None = None) -> Engine:
+    """Load the library, the model and a context. `progress` gets the loaded fraction. Raises LoadError with a sentence."""
+    try:
+        lib = native.load(config.build)
+    except native.LibraryNotFound as error:
+        raise LoadError(str(error)) from error
+    config = plugins.configure(config, lib.mg.devices())
+    for name, value in plugins.native_switches(config, lib.mg.devices()).items():
+        lib.mg.set_switch(name, value)
+    llama = lib.llama
+    handle = load_model(lib, config.model, progress)
+    vocab = Vocabulary(llama, handle)
+    model = describe(lib, handle, config.model.path, vocab.n_vocab, vocab.type, vocab.chat_template)
+    context = new_context(lib, handle, config)
+    c = config.context
+    kv = KVCache(llama, context, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa)
+    n_batch, n_ubatch = llama.llama_n_batch(context), llama.llama_n_ubatch(context)
+    n_outputs = c.n_outputs_max or n_slots(c) * (1 + c.n_draft_max)
+    runner = ModelRunner(llama, lib.mg, context, n_batch, n_ubatch, n_outputs)
+    if c.warmup:
+        _warm_up(llama, context, vocab, kv)
+    n_ctx_slot = llama.llama_n_ctx_seq(context)
+
+    def new_sampler(request: Request) -> Sampler:
+        return Sampler(llama, vocab, request.sampling, request.prompt, n_ctx_slot)
+
+    def close() -> None:
+        llama.llama_model_free(handle)
+
+    return assemble(
+        config, plugins, runner, kv, vocab, model, n_ctx_slot=n_ctx_slot, new_sampler=new_sampler, close=close
+    )
+
+
+def assemble(
+    config: Config,
+    plugins: Any,
+    runner: Runner,
+    kv: KVCache,
+    vocab: Vocabulary,
+    model: ModelInfo,
+    *,
+    n_ctx_slot: int,
+    new_sampler: Callable[[Request], Any],
+    close: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Put the parts of an engine together; tests pass runners and memories of their own."""
+    c, g = config.context, config.generation
+    slots = [Slot(i, i) for i in range(n_slots(c))]
+    stats = Stats()
+    calls = HookCalls(plugins.hooks, plugins.quarantine)
+    policy = CheckpointPolicy(c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv)
+    completion = Completion(
+        vocab,
+        kv,
+        stats,
+        n_ctx_slot=n_ctx_slot,
+        context_shift=g.context_shift,
+        special=g.special,
+        finished=lambda request, timings: calls.each("request_finished", request, timings) and None,
+    )
+    admission = Admission(slots, kv, policy, calls, n_ctx_slot=n_ctx_slot, similarity=g.slot_prompt_similarity)
+    scheduler = Scheduler(
+        slots,
+        kv,
+        calls,
+        completion,
+        admission,
+        policy,
+        Arranger(slots, kv, calls, stats),
+        stats,
+        n_batch=runner.n_batch,
+        n_ubatch=runner.n_ubatch,
+        n_draft_max=c.n_draft_max,
+        quarantine=plugins.quarantine,
+    )
+    return Engine(
+        config,
+        scheduler=scheduler,
+        runner=runner,
+        vocab=vocab,
+        model=model,
+        calls=calls,
+        plugins=plugins,
+        n_ctx_slot=n_ctx_slot,
+        new_sampler=new_sampler,
+        view=completion.view,
+        close=close,
+    )
+
+
+def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:
+    """One decode of a couple of tokens: memory is touched and kernels are loaded before the first request."""
+    llama.llama_set_warmup(context, True)
+    tokens = [token for token in (vocab.bos, vocab.eos) if token >= 0] or [0]
+    array = (llama.llama_token * len(tokens))(*tokens)
+    llama.llama_decode(context, llama.llama_batch_get_one(array, len(tokens)))
+    kv.clear()
+    llama.llama_synchronize(context)
+    llama.llama_set_warmup(context, False)

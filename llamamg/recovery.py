@@ -1,0 +1,82 @@
+"""What to do when libllama cannot compute a batch: make room, try smaller, and fail only those who were in it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from llamamg.batch import Batch
+from llamamg.decisions import Fail, Retry, Shrink
+from llamamg.errors import BatchError, KVFull
+from llamamg.hookcalls import HookCalls
+from llamamg.request import Failed
+from llamamg.scheduler import Scheduler
+from llamamg.sequence import SequenceState
+
+
+class Recovery:
+    """Puts retries at the front of `pending`."""
+
+    def __init__(self, scheduler: Scheduler, calls: HookCalls, pending: deque[Batch]) -> None:
+        self._scheduler, self._calls, self._pending = scheduler, calls, pending
+        self._retried: set[int] = set()  # ids of batches that are a retry after a compute error
+
+    def alive(self, batch: Batch) -> bool:
+        """Drop rows whose sequence has ended since they were planned; False when none is left."""
+        if any(row.sequence.state is SequenceState.FINISHED for row in batch.rows):
+            batch.rows = [row for row in batch.rows if row.sequence.state is not SequenceState.FINISHED]
+        return bool(batch.rows)
+
+    def succeeded(self, batch: Batch) -> None:
+        """Forget a retry that worked."""
+        self._retried.discard(id(batch))
+
+    def recover(self, batch: Batch, error: BatchError) -> None:
+        """Decide what happens to a batch that was not computed."""
+        decision = self._calls.first("batch_failed", batch, error) if self._calls.hooks.batch_failed else None
+        self._scheduler.stats.n_kv_retries += 1
+        if isinstance(decision, Fail):
+            self._fail(batch, error)
+        elif isinstance(decision, Retry):
+            self._again(batch, error, decision.n_parts)
+        elif isinstance(decision, Shrink):
+            self._shrink(batch, error, decision.n_tokens)
+        elif isinstance(error, KVFull) and self._scheduler.clear_idle():
+            self._pending.appendleft(batch)
+        else:
+            self._again(batch, error, 2)
+
+    def _again(self, batch: Batch, error: BatchError, n_parts: int) -> None:
+        was_retry = id(batch) in self._retried
+        self._retried.discard(id(batch))
+        # No room is worth halving down to one token; a compute error is tried once more and no further.
+        if batch.n_tokens < 2 or (was_retry and not isinstance(error, KVFull)):
+            self._fail(batch, error)
+            return
+        parts = [batch]
+        while len(parts) < n_parts and any(part.n_tokens > 1 for part in parts):
+            largest = max(parts, key=lambda part: part.n_tokens)
+            at = parts.index(largest)
+            parts[at : at + 1] = [half for half in largest.halves() if half.rows]
+        if len(parts) == 1:
+            self._fail(batch, error)
+            return
+        self._retried.update(id(part) for part in parts)
+        self._pending.extendleft(reversed(parts))
+
+    def _shrink(self, batch: Batch, error: BatchError, n_tokens: int) -> None:
+        freed = 0
+        while freed < n_tokens:
+            before = sum(len(slot.tokens) for slot in self._scheduler.slots)
+            if not self._scheduler.clear_idle():
+                break
+            freed += before - sum(len(slot.tokens) for slot in self._scheduler.slots)
+        if freed:
+            self._pending.appendleft(batch)
+        else:
+            self._again(batch, error, 2)
+
+    def _fail(self, batch: Batch, error: BatchError) -> None:
+        message = "Context size has been exceeded." if isinstance(error, KVFull) else str(error)
+        for sequence in {id(row.sequence): row.sequence for row in batch.rows}.values():
+            if sequence.state is not SequenceState.FINISHED:
+                self._scheduler.fail(sequence, Failed(500, "server_error", message))

@@ -1,0 +1,168 @@
+"""The only caller of llama_decode: batches in, sampled tokens out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from llamamg.batch import Batch, Row
+from llamamg.errors import BatchError, KVFull
+from llamamg.request import TokenProb
+from llamamg.sampler import RowSampler
+
+
+@dataclass(slots=True)
+class Output:
+    """What one row gave: the tokens it adds to its sequence (several when a draft was accepted)."""
+
+    row: Row
+    tokens: list[int]
+    probs: list[TokenProb] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Done:
+    """A computed batch."""
+
+    batch: Batch
+    outputs: list[Output]
+    elapsed_s: float
+
+
+class Runner(Protocol):
+    """Computes batches in the order they are submitted. Used by the engine thread only."""
+
+    n_batch: int
+    n_ubatch: int
+
+    def has_room(self) -> bool:
+        """Whether another batch may be submitted before one is collected."""
+
+    def submit(self, batch: Batch) -> None:
+        """Hand a batch to the library. Raises KVFull or BatchError; then nothing of it is in flight."""
+
+    def collect(self) -> Done | None:
+        """Wait for the oldest batch and sample it; None when nothing is in flight."""
+
+    def close(self) -> None:
+        """Free the context."""
+
+
+_MESSAGES = {2: "the computation was aborted", -1: "Invalid input batch."}
+
+
+class ModelRunner:
+    """One context. llama_decode returns at once on a GPU and blocks on a CPU; sampling waits for the logits."""
+
+    def __init__(self, llama: Any, mg: Any, context: Any, n_batch: int, n_ubatch: int, n_outputs_max: int) -> None:
+        self._llama, self._context = llama, context
+        self.n_batch, self.n_ubatch = n_batch, n_ubatch
+        self._sampler = RowSampler(mg, context, max(n_outputs_max, 1))
+        self._in_flight: deque[tuple[Batch, float]] = deque()
+        self._token = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(n_batch, np.int32)
+        self._n_seq_id = np.ones(n_batch, np.int32)
+        self._seq_id = np.zeros(n_batch, np.int32)
+        # libllama wants one pointer per token; they never change, only what they point at does.
+        base, step = self._seq_id.ctypes.data, self._seq_id.itemsize
+        self._seq_id_pointers = np.array([base + i * step for i in range(n_batch)], np.uintp)
+        self._logits = np.zeros(n_batch, np.int8)
+        self._batch = self._bind()
+
+    def _bind(self) -> Any:
+        batch = self._llama.llama_batch()
+        int32 = ctypes.POINTER(ctypes.c_int32)
+        batch.token = self._token.ctypes.data_as(int32)
+        batch.pos = self._pos.ctypes.data_as(int32)
+        batch.n_seq_id = self._n_seq_id.ctypes.data_as(int32)
+        batch.seq_id = self._seq_id_pointers.ctypes.data_as(ctypes.POINTER(int32))
+        batch.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        return batch
+
+    def has_room(self) -> bool:
+        return not self._in_flight
+
+    def submit(self, batch: Batch) -> None:
+        n = 0
+        token, pos, seq_id, logits = self._token, self._pos, self._seq_id, self._logits
+        for row in batch.rows:
+            size = len(row.tokens)
+            end = n + size
+            if size == 1:
+                token[n], pos[n] = row.tokens[0], row.pos0
+                seq_id[n], logits[n] = row.sequence.slot.seq_id, row.n_logits
+            else:
+                token[n:end] = row.tokens
+                pos[n:end] = range(row.pos0, row.pos0 + size) if size < 64 else np.arange(row.pos0, row.pos0 + size)
+                seq_id[n:end] = row.sequence.slot.seq_id
+                logits[n:end] = 0
+                if row.n_logits:
+                    logits[end - row.n_logits : end] = 1
+            n = end
+        self._batch.n_tokens = n
+        started = time.perf_counter()
+        code = self._llama.llama_decode(self._context, self._batch)
+        if code == 1:
+            raise KVFull(code, f"no room in the KV cache for a batch of {n} tokens")
+        if code != 0:
+            raise BatchError(code, _MESSAGES.get(code, "Compute error."))
+        self._in_flight.append((batch, started))
+
+    def collect(self) -> Done | None:
+        if not self._in_flight:
+            return None
+        batch, started = self._in_flight.popleft()
+        outputs = self._sample(batch)
+        return Done(batch, outputs, time.perf_counter() - started)
+
+    def _sample(self, batch: Batch) -> list[Output]:
+        plain: list[Row] = []
+        index: list[int] = []
+        special: list[tuple[Row, int]] = []
+        end = 0
+        for row in batch.rows:
+            end += len(row.tokens)
+            if not row.n_logits:
+                continue
+            if row.n_logits == 1 and not row.sequence.sampler.params.n_probs:
+                plain.append(row)
+                index.append(end - 1)
+            else:
+                special.append((row, end - row.n_logits))
+        outputs = []
+        if plain:
+            tokens = self._sampler.sample([row.sequence.sampler for row in plain], index)
+            outputs = [Output(row, [token]) for row, token in zip(plain, tokens, strict=True)]
+        outputs += [self._sample_run(row, first) for row, first in special]
+        return outputs
+
+    def _sample_run(self, row: Row, first: int) -> Output:
+        """Sample a row's outputs one after the other, while they agree with the draft that was computed."""
+        sampler = row.sequence.sampler
+        params = sampler.params
+        out = Output(row, [])
+        draft = list(row.tokens[len(row.tokens) - row.n_logits + 1 :])
+        for i in range(row.n_logits):
+            if params.n_probs and params.post_sampling_probs:
+                prob = self._sampler.sample_with_probs(sampler, first + i, params.n_probs)
+                out.probs.append(prob)
+                token = prob.id
+            else:
+                token = self._sampler.sample([sampler], [first + i])[0]
+                if params.n_probs and token >= 0:
+                    out.probs.append(self._sampler.logprobs(first + i, token, params.n_probs))
+            out.tokens.append(token)
+            if i >= len(draft) or token != draft[i]:
+                break
+        return out
+
+    def close(self) -> None:
+        if self._context:
+            self._llama.llama_synchronize(self._context)
+            self._llama.llama_free(self._context)
+            self._context = None

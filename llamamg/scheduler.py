@@ -1,0 +1,301 @@
+"""What each step computes. With no plugin on, the batches are llama-server's: decode rows first, then prompts in slot order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from llamamg.admission import Admission, Waiting
+from llamamg.arrange import Arranger
+from llamamg.batch import Batch, Plan, PlanError, Row, StepState
+from llamamg.checkpoint import CheckpointPolicy
+from llamamg.completion import Completion
+from llamamg.hookcalls import HookCalls
+from llamamg.hooks import Hook
+from llamamg.kvcache import KVCache, Removal
+from llamamg.request import Event, Failed, FinishReason, Request, Started
+from llamamg.runner import Done
+from llamamg.sequence import Sequence, SequenceState
+from llamamg.slot import Slot
+from llamamg.stats import ItlWindow, Stats
+
+
+class Scheduler:
+    """Policy and bookkeeping; it never computes anything. All of it runs on the engine thread.
+
+    `outbox` collects (request id, event) pairs until the engine delivers them.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        kv: KVCache,
+        calls: HookCalls,
+        completion: Completion,
+        admission: Admission,
+        checkpoints: CheckpointPolicy,
+        arranger: Arranger,
+        stats: Stats,
+        *,
+        n_batch: int,
+        n_ubatch: int,
+        n_draft_max: int,
+        quarantine: Callable[[Hook, Exception], None],
+    ) -> None:
+        self.slots, self.stats = slots, stats
+        self.outbox: list[tuple[int, Event]] = completion.outbox
+        self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow())
+        self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
+        self._checkpoints, self._arranger, self._quarantine = checkpoints, arranger, quarantine
+        self._n_batch = n_batch
+        # A hybrid's state cannot lose the rejected end of a draft unless the context keeps n_rs_seq snapshots.
+        self._n_draft_max = 0 if kv.removal is Removal.FULL else n_draft_max
+        self._running: dict[int, Sequence] = {}
+        self._busy_changed = False
+
+    # -- requests
+
+    def submit(self, waiting: Waiting) -> None:
+        """Queue a request."""
+        self._calls.each("request_arrived", waiting.request)
+        self._admission.add(waiting)
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request, queued or running. What its slot holds stays for reuse."""
+        waiting = self._admission.remove(request_id)
+        if waiting is not None:
+            self._drop(waiting)
+        elif (sequence := self._running.get(request_id)) is not None:
+            self.release(sequence, FinishReason.CANCELLED)
+
+    def fail(self, sequence: Sequence, failed: Failed) -> None:
+        """End a running sequence with an error; the slot's memory is given up, since nobody knows what is in it."""
+        self.outbox.append((sequence.request.id, failed))
+        self.release(sequence, FinishReason.FAILED)
+        self.clear(sequence.slot)
+
+    def release(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out of its slot."""
+        slot = sequence.slot
+        sequence.finish, sequence.state = reason, SequenceState.FINISHED
+        self._running.pop(sequence.request.id, None)
+        if self._calls.hooks.slot_released:
+            self._calls.each("slot_released", slot, sequence, reason)
+        self._completion.closed(sequence)
+        slot.last = self._completion.view(slot)
+        slot.sequence = None
+        slot.t_last_used = time.perf_counter()
+        self._busy_changed = True
+
+    def clear(self, slot: Slot) -> None:
+        """Empty an idle slot."""
+        self._kv.remove(slot.seq_id, -1, -1)
+        slot.tokens.keep(0)
+        slot.checkpoints = []
+
+    def clear_idle(self) -> bool:
+        """Give up the cached tokens of the idle slot unused for the longest time; False when none has any."""
+        idle = [slot for slot in self.slots if not slot.busy and len(slot.tokens)]
+        if idle:
+            self.clear(min(idle, key=lambda slot: slot.t_last_used))
+        return bool(idle)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences in slots."""
+        return list(self._running.values())
+
+    @property
+    def n_waiting(self) -> int:
+        """Queued requests."""
+        return len(self._admission.queue)
+
+    def waiting_requests(self) -> list[Request]:
+        """Queued requests in order."""
+        return [waiting.request for waiting in self._admission.queue]
+
+    def fail_waiting(self, failed: Failed) -> None:
+        """Turn every queued request away."""
+        while self._admission.queue:
+            waiting = self._admission.queue[0]
+            self.outbox.append((waiting.request.id, failed))
+            self._admission.remove(waiting.request.id)
+            self._drop(waiting)
+
+    # -- steps
+
+    def plan(self) -> Plan:
+        """Admit what fits and choose this step's rows."""
+        state = self._refresh()
+        if self._busy_changed and self._calls.hooks.arrange_slots:
+            self._arranger.arrange(state)
+        self._busy_changed = False
+        if self._admission.queue:
+            self._admit(state)
+            state = self._refresh()
+        batch = Batch()
+        self._add_decodes(state, batch)
+        if state.prefilling:
+            self._add_prefills(state, batch)
+        plan = Plan([batch] if batch.rows else [])
+        if batch.rows and self._calls.hooks.plan_step:
+            self._let_plugins_rearrange(state, plan)
+        return plan
+
+    def commit(self, done: Done) -> None:
+        """Book a computed batch: the sequences advance, their events go to the outbox."""
+        stats, now = self.stats, time.perf_counter()
+        stats.n_decode += 1
+        stats.n_busy_sum += len(self._running)
+        self._arranger.give_back()
+        for row in done.batch.rows:
+            if row.is_prompt and row.sequence.state is SequenceState.PREFILL:
+                self._completion.prompt_advanced(row, now)
+        for output in done.outputs:
+            sequence = output.row.sequence
+            if sequence.state is SequenceState.FINISHED:
+                continue  # cancelled while it was computed
+            if -1 in output.tokens:
+                self.fail(sequence, Failed(500, "server_error", "the sampler chose no token: the logits are not finite"))
+                continue
+            self._verify(sequence, output.row, len(output.tokens))
+            reason = self._completion.tokens(sequence, output, now, self.state.itl)
+            if reason is not None:
+                self.release(sequence, reason)
+        if self._calls.hooks.step_done and done.outputs:
+            self._calls.each("step_done", self.state, done.outputs)
+
+    # -- inside a step
+
+    def _refresh(self) -> StepState:
+        state = self.state
+        running = sorted(self._running.values(), key=_by_seq_id) if len(self._running) > 1 else list(self._running.values())
+        state.decoding = [s for s in running if s.state is SequenceState.DECODE]
+        state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
+        state.waiting = self.waiting_requests() if self._admission.queue else []
+        state.step += 1
+        self.stats.n_requests_processing = len(running)
+        self.stats.n_requests_deferred = len(state.waiting)
+        return state
+
+    def _admit(self, state: StepState) -> None:
+        begun, refused = self._admission.admit(state)
+        for waiting, failed in refused:
+            self.outbox.append((waiting.request.id, failed))
+            self._drop(waiting)
+        for sequence in begun:
+            self._running[sequence.request.id] = sequence
+            self._busy_changed = True
+            self.stats.n_prompt_cached += sequence.n_past
+            self.outbox.append((sequence.request.id, Started(sequence.slot.id, sequence.n_past)))
+            if sequence.n_prompt == 0:
+                self._completion.finish(sequence, FinishReason.LIMIT)
+                self.release(sequence, FinishReason.LIMIT)
+            elif sequence.request.return_progress:
+                self._completion.progress(sequence)
+
+    def _add_decodes(self, state: StepState, batch: Batch) -> None:
+        limit = self._draft_limit(state)
+        for sequence in state.decoding:
+            slot = sequence.slot
+            pos0 = len(slot.tokens)
+            tokens = [sequence.last_token]
+            if limit and not (sequence.sampler.params.n_probs and sequence.sampler.params.post_sampling_probs):
+                room = min(limit, sequence.n_remaining - 1, self._completion.n_ctx_slot - pos0 - 2)
+                if room > 0:
+                    tokens += self._draft(sequence, room)
+            for token in tokens:
+                slot.tokens.append(token)
+            sequence.n_past = pos0 + len(tokens)
+            batch.rows.append(Row(sequence, tokens, pos0, len(tokens)))
+
+    def _draft_limit(self, state: StepState) -> int:
+        hooks = self._calls.hooks
+        if not state.decoding or not hooks.draft or self._n_draft_max == 0:
+            return 0
+        limit = self._calls.first("spec_limit", state) if hooks.spec_limit else None
+        return self._n_draft_max if limit is None else max(0, min(int(limit), self._n_draft_max))
+
+    def _draft(self, sequence: Sequence, room: int) -> list[int]:
+        proposed = self._calls.first("draft", sequence, room) or []
+        return [int(token) for token in proposed[:room]]
+
+    def _verify(self, sequence: Sequence, row: Row, n_tokens: int) -> None:
+        n_draft = row.n_logits - 1
+        if n_draft <= 0:
+            return
+        accepted, stats = n_tokens - 1, self.stats
+        stats.n_drafts += 1
+        stats.n_draft += n_draft
+        stats.n_draft_accepted += accepted
+        stats.accepted_per_pos.extend([0] * (accepted - len(stats.accepted_per_pos)))
+        for i in range(accepted):
+            stats.accepted_per_pos[i] += 1
+        sequence.timings.draft_n += n_draft
+        sequence.timings.draft_n_accepted += accepted
+        if accepted < n_draft:
+            keep = row.pos0 + n_tokens
+            self._kv.remove(sequence.slot.seq_id, keep, -1)
+            sequence.slot.tokens.keep(keep)
+            sequence.n_past = keep
+        self._calls.each("draft_verified", sequence, n_draft, accepted)
+
+    def _add_prefills(self, state: StepState, batch: Batch) -> None:
+        hooks = self._calls.hooks
+        room = self._n_batch - batch.n_tokens
+        order = state.prefilling
+        if hooks.order_prefills:
+            chosen = self._calls.first("order_prefills", state, list(order), check=lambda answer: _not_from(answer, state))
+            order = order if chosen is None else chosen
+        if hooks.prefill_budget:
+            budget = self._calls.first("prefill_budget", state, check=lambda n: _idle_budget(n, state))
+            room = room if budget is None else max(0, min(int(budget), room))
+        for sequence in order:
+            if room <= 0:
+                break
+            room -= self._add_prompt(sequence, batch, room)
+
+    def _add_prompt(self, sequence: Sequence, batch: Batch, room: int) -> int:
+        slot, begin = sequence.slot, sequence.n_past
+        end = self._checkpoints.stop_at(sequence, begin, min(begin + room, sequence.n_prompt))
+        if self._checkpoints.wanted(sequence, begin, end):
+            self._checkpoints.make(slot, begin, sequence.request.id)
+        tokens = sequence.request.prompt[begin:end]
+        slot.tokens.extend(tokens)
+        sequence.n_past = end
+        batch.rows.append(Row(sequence, tokens, begin, 1 if end == sequence.n_prompt else 0, is_prompt=True))
+        return end - begin
+
+    def _let_plugins_rearrange(self, state: StepState, plan: Plan) -> None:
+        plan.seal()
+        for function in self._calls.hooks.plan_step:
+            before = [(batch, list(batch.rows)) for batch in plan.batches]
+            try:
+                function(state, plan)
+                plan.check(self._n_batch)
+            except Exception as error:
+                plan.batches = [batch for batch, _ in before]
+                for batch, rows in before:
+                    batch.rows = rows
+                self._quarantine(function, error if isinstance(error, PlanError) else error)
+
+    def _drop(self, waiting: Waiting) -> None:
+        waiting.sampler.close()
+        self._completion.dropped(waiting.request)
+
+
+def _by_seq_id(sequence: Sequence) -> int:
+    # libllama joins sequences into one ubatch only in increasing, consecutive order of their ids.
+    return sequence.slot.seq_id
+
+
+def _not_from(answer: list[Sequence], state: StepState) -> str | None:
+    if any(sequence not in state.prefilling for sequence in answer) or len(set(map(id, answer))) != len(answer):
+        return "the list holds a sequence that was not offered, or one twice"
+    if not answer and not state.decoding:
+        return "nobody decodes, so an empty list would stop the server"
+    return None
+
+
+def _idle_budget(budget: int, state: StepState) -> str | None:
+    return "nobody decodes, so 0 would stop the server" if budget <= 0 and not state.decoding else None
