@@ -40,7 +40,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """`batch_failed`: give up the cached tokens of idle slots, at least `n_tokens` of them, then run the batch again."""
+    """`batch_failed`: give up at least `n_tokens` cached tokens of idle slots, then run the batch again."""
 
     n_tokens: int
 

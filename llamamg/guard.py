@@ -42,7 +42,7 @@ class Guard:
     def __str__(self) -> str:
         if self.kind is GuardKind.CLOSE:
             return f"close(kl={self.kl:g}, top1={self.top1:g})"
-        return self.kind.value
+        return str(self.kind.value)
 
 
 class Outcome(Enum):

@@ -33,7 +33,15 @@ STEP_HOOKS = (
 )
 FAULT_HOOKS = ("batch_failed", "plugin_quarantined")
 COMPILED = REQUEST_HOOKS + STEP_HOOKS + FAULT_HOOKS
-ONCE = ("register_options", "configure", "native_switches", "engine_start", "engine_stop", "register_metrics", "register_routes")
+ONCE = (
+    "register_options",
+    "configure",
+    "native_switches",
+    "engine_start",
+    "engine_stop",
+    "register_metrics",
+    "register_routes",
+)
 
 
 def trace_wanted() -> bool:
@@ -56,7 +64,7 @@ class Hooks:
     The object lives as long as the engine: a toggle replaces whole tuples, so nobody holds stale functions.
     """
 
-    __slots__ = (*COMPILED, "seconds", "traced", "_owners")
+    __slots__ = (*COMPILED, "_functions", "_owners", "seconds", "traced")
 
     request_arrived: tuple[Hook, ...]
     admit: tuple[Hook, ...]
@@ -79,54 +87,42 @@ class Hooks:
     plugin_quarantined: tuple[Hook, ...]
     seconds: dict[tuple[str, str], float]
     traced: bool
-    _owners: dict[Hook, tuple[str, Hook]]
+    _owners: dict[Hook, tuple[str, str]]
+    _functions: dict[tuple[str, str], Hook]
 
     def __init__(self, *, traced: bool = False) -> None:
         self.traced = traced
         self.seconds = {}  # (plugin, hook) -> seconds spent; filled only when traced
         self._owners = {}
+        self._functions = {}
         for name in COMPILED:
             setattr(self, name, ())
 
     def compile(self, manager: pluggy.PluginManager, enabled: Collection[str]) -> None:
         """Take the implementations of the enabled plugins; the order is pluggy's and does not depend on toggles."""
-        owners: dict[Hook, tuple[str, Hook]] = {}
-        tuples: dict[str, tuple[Hook, ...]] = {}
+        tuples = {}
         for name in COMPILED:
-            caller = getattr(manager.hook, name)
-            functions = []
-            for impl in reversed(caller.get_hookimpls()):  # pluggy keeps the last to be called first
-                if impl.plugin_name not in enabled:
-                    continue
-                function = positional(impl, ARGUMENTS[name])
-                if self.traced:
-                    function = self._timed(function, impl.plugin_name, name)
-                owners[function] = (impl.plugin_name, impl.function)
-                functions.append(function)
-            tuples[name] = tuple(functions)
-        self._owners = owners
-        for name, functions_of_hook in tuples.items():
-            setattr(self, name, functions_of_hook)
+            # pluggy keeps the last to be called first
+            impls = reversed(getattr(manager.hook, name).get_hookimpls())
+            tuples[name] = tuple(self._function(impl, name) for impl in impls if impl.plugin_name in enabled)
+        for name, functions in tuples.items():
+            setattr(self, name, functions)
 
-    def owner(self, function: Hook) -> str | None:
-        """The plugin a compiled function (or the implementation behind it) belongs to."""
-        found = self._owners.get(function)
-        if found is not None:
-            return found[0]
-        return next((plugin for plugin, source in self._owners.values() if source == function), None)
+    def owner(self, function: Hook) -> tuple[str, str] | None:
+        """(plugin, hook) of a compiled function, also of one whose plugin is off by now."""
+        return self._owners.get(function)
 
-    def blame(self, error: BaseException) -> str | None:
-        """The plugin whose hook raised, read from the traceback; None if no compiled hook is in it."""
-        trace = error.__traceback__
-        while trace is not None:
-            for plugin, function in self._owners.values():
-                if getattr(function, "__code__", None) is trace.tb_frame.f_code:
-                    names = trace.tb_frame.f_code.co_varnames
-                    owner = getattr(function, "__self__", None)  # classes may share inherited code
-                    if owner is None or (names and trace.tb_frame.f_locals.get(names[0]) is owner):
-                        return plugin
-            trace = trace.tb_next
-        return None
+    def _function(self, impl: pluggy.HookImpl, hook: str) -> Hook:
+        """The compiled function of an implementation; the same one at every toggle, so that `owner` always knows it."""
+        key = (impl.plugin_name, hook)
+        function = self._functions.get(key)
+        if function is None:
+            function = positional(impl, ARGUMENTS[hook])
+            if self.traced:
+                function = self._timed(function, *key)
+            self._functions[key] = function
+            self._owners[function] = key
+        return function
 
     def _timed(self, function: Hook, plugin: str, hook: str) -> Hook:
         key, clock, seconds = (plugin, hook), time.perf_counter, self.seconds

@@ -16,7 +16,8 @@ Rules for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -42,7 +43,7 @@ hookimpl = pluggy.HookimplMarker("llamamg")
 def register_options(options: Options) -> None:
     """Declare the plugin's options with `options.add(name, type=…, default=…, help=…)`.
 
-    When: before the command line is parsed, on an instance made without arguments, whether or not the plugin is enabled.
+    When: before the command line is parsed, on an instance made without arguments, enabled or not.
     Thread: main.
     May change: `options`, by `add` only. Each option becomes `--PLUGIN-NAME`, a key of `[plugins.PLUGIN]` in the
     configuration file, and a keyword of the constructor (with `_` for `-`).
@@ -54,15 +55,16 @@ def register_options(options: Options) -> None:
 def configure(config: Config, devices: Seq[Any]) -> Config | None:
     """Say whether the plugin applies here, and change the context if it needs to.
 
-    When: once, after the options are parsed and before the model is loaded; or, for a plugin that was not enabled at the
-    start, when it is first switched on.
+    When: once, after the options are parsed and before the model is loaded; or, for a plugin that was not enabled at
+    the start, when it is first switched on.
     Thread: main; engine when switched on later.
     May change: values of `config.context` named in the plugin's documentation, by returning a changed Config
     (`dataclasses.replace`). A plugin that does so cannot be switched on later, only at the start.
     Must not: load anything.
-    Raise: `Unavailable(reason)` to stay off. A shipped plugin then stays off by itself; one enabled by name stops the start
-    with the reason.
+    Raise: `Unavailable(reason)` to stay off. A shipped plugin then stays off by itself; one enabled by name stops the
+    start with the reason.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -75,6 +77,7 @@ def native_switches(config: Config, devices: Seq[Any]) -> Mapping[str, int]:
     different values of one switch is an error that stops the start or the toggle.
     Must not: depend on anything but its arguments and the plugin's options.
     """
+    raise NotImplementedError
 
 
 @hookspec
@@ -115,6 +118,7 @@ def register_routes() -> Seq[Any]:
     Thread: main; the endpoints themselves run on the event loop.
     Result: the routes; those of all plugins are taken.
     """
+    raise NotImplementedError
 
 
 # ---- per request -----------------------------------------------------------------------------------------------------
@@ -188,9 +192,9 @@ def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
     """Move busy sequences to other sequence ids of the KV cache.
 
     When: in the step after the set of busy slots changed, with no batch in flight and before rows are chosen.
-    Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence with
-    its cells, recurrent state and checkpoints goes to the idle id, whose own cached prefix goes the other way or is given
-    up. Slot numbers shown to clients stay. Default: no move.
+    Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence
+    with its cells, recurrent state and checkpoints goes to the idle id, whose own cached prefix is given up. Slot
+    numbers shown to clients stay. Default: no move.
     Must not: name an id twice as a destination, or a destination that is busy when its turn comes.
     """
 
@@ -200,8 +204,8 @@ def order_prefills(state: StepState, waiting: list[Sequence]) -> list[Sequence] 
     """Choose which prompts are computed in this step, and in what order.
 
     When: once a step if any sequence has prompt tokens left; `waiting` are those sequences in slot order.
-    Result: first result, a list made of members of `waiting`; the first one fills the budget first. Those left out wait.
-    Default: all of them in slot order.
+    Result: first result, a list made of members of `waiting`; the first one fills the budget first. Those left out
+    wait. Default: all of them in slot order.
     Must not: add sequences, or return an empty list while nobody decodes (the step would do nothing).
     """
 
@@ -211,8 +215,8 @@ def prefill_budget(state: StepState) -> int | None:
     """Limit the prompt tokens of this step.
 
     When: once a step if any sequence has prompt tokens left.
-    Result: first result, tokens over all prompts of the step; 0 means decode only. Default: what the decode rows leave of
-    `n_batch`.
+    Result: first result, tokens over all prompts of the step; 0 means decode only. Default: what the decode rows leave
+    of `n_batch`.
     Must not: exceed `state.n_batch` (it is clamped), or return 0 while nobody decodes.
     """
 
@@ -242,8 +246,8 @@ def plan_step(state: StepState, plan: Plan) -> None:
 
     When: once a step that has rows, before anything is submitted.
     May change: `plan.split(batch, groups)`, `plan.move(row, batch)`, `plan.reorder(batch, key)`, `batch.switches`.
-    Must not: add or drop rows, or change tokens or positions: `plan.check()` runs after each plugin, and a failure puts it
-    in quarantine and restores the plan.
+    Must not: add or drop rows, or change tokens or positions: `plan.check()` runs after each plugin, and a failure puts
+    it in quarantine and restores the plan.
     """
 
 

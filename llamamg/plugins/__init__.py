@@ -4,11 +4,9 @@ from llamamg.plugins.declaration import PluginDeclaration, PluginError, Unavaila
 from llamamg.plugins.discovery import Found, PluginSwitch, discover, plugin_options, plugin_switches
 from llamamg.plugins.options import Options, PluginOption
 from llamamg.plugins.pluginset import PluginSet
-from llamamg.plugins.reserved import RESERVED, Reserved, reserved_options
 from llamamg.plugins.view import PluginView
 
 __all__ = [
-    "RESERVED",
     "Found",
     "Options",
     "PluginDeclaration",
@@ -17,11 +15,9 @@ __all__ = [
     "PluginSet",
     "PluginSwitch",
     "PluginView",
-    "Reserved",
     "Unavailable",
     "discover",
     "plugin",
     "plugin_options",
     "plugin_switches",
-    "reserved_options",
 ]

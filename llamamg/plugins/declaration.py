@@ -19,7 +19,7 @@ class PluginError(Exception):
     """A sentence about a plugin that says what to do."""
 
 
-class Unavailable(Exception):  # noqa: N818 - the name plugin authors read: raise Unavailable("needs two GPUs")
+class Unavailable(Exception):
     """Raised by `configure`: the plugin does not apply here, and why."""
 
 
@@ -68,9 +68,9 @@ def plugin(
     )
 
     def declare(cls: T) -> T:
-        cls.declaration = declaration  # type: ignore[attr-defined]
+        cls.declaration = declaration
         if not hasattr(cls, "effect"):
-            cls.effect = 0  # type: ignore[attr-defined]
+            cls.effect = 0
         return cls
 
     return declare

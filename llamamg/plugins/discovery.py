@@ -40,7 +40,7 @@ def new_manager() -> pluggy.PluginManager:
 
 
 def discover(points: Iterable[EntryPoint] | None = None) -> dict[str, Found]:
-    """All installed plugins by name, shipped ones first, each part sorted. Importing a plugin's module must be harmless."""
+    """All installed plugins by name, shipped ones first, each part sorted. Their modules are imported, nothing more."""
     found: dict[str, Found] = {}
     for point in sorted(entry_points(group=GROUP) if points is None else points, key=_shipped_first):
         package = point.dist.name if point.dist is not None else point.value.partition(":")[0]
@@ -48,9 +48,8 @@ def discover(points: Iterable[EntryPoint] | None = None) -> dict[str, Found]:
         other = found.get(point.name)
         if other is not None:
             if other.package != package:  # the same package may be seen twice on the path
-                other_name = f"{point.name} ({package})"
-                entry.broken = f"the name {point.name} is taken by {other.package}; uninstall {other.package} or {package}"
-                found[other_name] = entry
+                entry.broken = f"its name is taken by {other.package}; uninstall {other.package} or {package}"
+                found[f"{point.name} ({package})"] = entry
             continue
         try:
             _read(entry, point)
@@ -132,9 +131,9 @@ class PluginSwitch:
 def plugin_switches(found: Mapping[str, Found] | None = None) -> list[PluginSwitch]:
     """The `cli_switches` of all installed plugins, for the command line."""
     entries = discover() if found is None else found
-    pairs = [
-        (name, entry.declaration.cli_switches)
-        for name, entry in entries.items()
-        if entry.declaration is not None and entry.declaration.cli_switches is not None
-    ]
-    return [PluginSwitch(name, flag, on) for name, flags in pairs for flag, on in zip(flags, (True, False), strict=True)]
+    switches = []
+    for name, entry in entries.items():
+        if entry.declaration is not None and entry.declaration.cli_switches is not None:
+            on, off = entry.declaration.cli_switches
+            switches += [PluginSwitch(name, on, True), PluginSwitch(name, off, False)]
+    return switches

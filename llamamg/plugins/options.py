@@ -37,7 +37,7 @@ class PluginOption:
         """In words, what a value has to be."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        what = EXPECTED.get(self.type) if isinstance(self.type, type) else None  # type: ignore[call-overload]
+        what = EXPECTED.get(self.type) if isinstance(self.type, type) else None
         what = what or str(getattr(self.type, "__name__", self.type))
         return what if self.minimum is None else f"{what} of at least {self.minimum:g}"
 
@@ -70,15 +70,15 @@ class Options:
         self,
         name: str,
         *,
-        type: Callable[[str], Any] = str,  # noqa: A002 - argparse's word
+        type: Callable[[str], Any] = str,
         default: Any = None,
-        help: str,  # noqa: A002 - argparse's word
+        help: str,
         aliases: tuple[str, ...] = (),
         env: tuple[str, ...] = (),
         minimum: float | None = None,
         choices: tuple[str, ...] = (),
     ) -> None:
-        """Declare `name` (kebab-case); the constructor gets it as a keyword. Raises ValueError on a bad or repeated name."""
+        """Declare `name` (kebab-case), a keyword of the constructor. Raises ValueError on a bad or repeated name."""
         if not NAME.fullmatch(name):
             raise ValueError(f"plugin {self.plugin}: option name {name!r}: use lower-case words joined by '-'")
         if name in self.declared:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from llamamg.config import Config, PluginsConfig
-from llamamg.hooks import ARGUMENTS, Hook, Hooks, trace_wanted
+from llamamg.hooks import Hook, Hooks, trace_wanted
 from llamamg.plugins.declaration import PluginError, Unavailable
 from llamamg.plugins.discovery import Found, discover, new_manager
-from llamamg.plugins.options import Options
+from llamamg.plugins.member import Member, text_of
 from llamamg.plugins.selection import conflict, declaration_of, select, unknown
 from llamamg.plugins.view import PluginView
 
@@ -25,28 +25,15 @@ log = logging.getLogger(__name__)
 Switches = dict[str, int]
 
 
-@dataclass(slots=True)
-class Member:
-    """One installed plugin with its instance and state."""
-
-    found: Found
-    instance: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    enabled: bool = False
-    configured: bool = False
-    started: bool = False
-    reason: str | None = None  # why it is off although it was wanted
-    quarantined: str | None = None
-
-
 class PluginSet:
-    """All installed plugins. Except `views`, its methods belong to the thread that starts, then to the engine thread."""
+    """All installed plugins. Any thread may ask for `views`; the rest belongs to the engine thread once that runs."""
 
     def __init__(self, config: PluginsConfig, found: Mapping[str, Found], *, traced: bool | None = None) -> None:
         self.config = config
         self.hooks = Hooks(traced=trace_wanted() if traced is None else traced)
         self.warnings: list[str] = []  # sentences for the log at the start
-        self.apply_switches: Callable[[Switches], None] | None = None  # set by the engine; gets all switches, after a toggle
+        # set by the engine; gets the switches of all enabled plugins after each toggle
+        self.apply_switches: Callable[[Switches], None] | None = None
         self._members = {name: Member(entry) for name, entry in found.items()}
         self._found = found
         self._manager: pluggy.PluginManager = new_manager()
@@ -56,10 +43,10 @@ class PluginSet:
 
     @classmethod
     def discover(cls, config: PluginsConfig, points: Iterable[EntryPoint] | None = None) -> PluginSet:
-        """Find what is installed. Nothing is enabled or instantiated yet; broken packages appear in `views` and `warnings`."""
+        """Find what is installed. Nothing is enabled yet; broken packages appear in `views` and `warnings`."""
         found = discover(points)
         plugins = cls(config, found)
-        plugins.warnings = [f"plugin {name}: {entry.broken}" for name, entry in found.items() if entry.broken is not None]
+        plugins.warnings = [f"plugin {name}: {entry.broken}" for name, entry in found.items() if entry.broken]
         return plugins
 
     # ---- start and stop
@@ -67,17 +54,17 @@ class PluginSet:
     def configure(self, config: Config, devices: Seq[Any] = ()) -> Config:
         """Decide which plugins are on; returns the configuration with the context values they asked for.
 
-        Raises PluginError with a sentence: unknown names, bad options, conflicts, requirements, a named plugin that does
-        not apply.
+        Raises PluginError with a sentence: unknown names, bad options, conflicts, requirements, a named plugin that
+        does not apply.
         """
         selection = select(self.config, self._found)
         self.warnings += selection.warnings
         self._full, self._devices = config, devices
         for name, member in self._members.items():
             if member.found.broken is None and (member.found.shipped or name in selection.order):
-                self._instantiate(name, member)
+                self._instantiate(member)
             elif member.found.broken is None and name in self.config.options:
-                self._parse(name, member)  # a wrong value is an error now, not at a later toggle
+                member.parse(self.config.options[name])  # a wrong value is an error now, not at a later toggle
             member.reason = selection.left_out.get(name)
         for name in selection.order:
             self._configure_one(name, self._members[name], named=name in selection.named)
@@ -102,8 +89,9 @@ class PluginSet:
             return
         except Exception as error:
             if named:
-                raise PluginError(f"{name} failed in configure ({_text(error)}); start without --enable {name}") from error
-            member.quarantined = f"configure: {_text(error)}"
+                sentence = f"{name} failed in configure ({text_of(error)}); start without --enable {name}"
+                raise PluginError(sentence) from error
+            member.quarantined = f"configure: {text_of(error)}"
             self.warnings.append(f"plugin {name} is off: {member.quarantined}")
             return
         if changed is not None:
@@ -128,12 +116,12 @@ class PluginSet:
                 try:
                     self._call(member, "engine_stop", engine=self._engine)
                 except Exception as error:
-                    log.error("plugin %s failed in engine_stop: %s", name, _text(error))
+                    log.error("plugin %s failed in engine_stop: %s", name, text_of(error))
 
     # ---- toggling
 
     def toggle(self, name: str, enabled: bool) -> None:
-        """Switch a plugin between two steps. Raises PluginError with a sentence that says what to do; nothing changes then."""
+        """Switch a plugin between two steps. Raises PluginError with what to do instead, and changes nothing then."""
         member = self._members.get(name)
         if member is None:
             raise PluginError(unknown(name, self._found))
@@ -160,7 +148,7 @@ class PluginSet:
             raise PluginError(f"{name} can only be switched at the start: restart with {flag} {name}")
         n_busy = sum(slot.busy for slot in self._engine.slots) if self._engine is not None else 0
         if toggle == "idle" and n_busy:
-            raise PluginError(f"{name} can only be switched while nothing runs, and {n_busy} slots are busy: try again later")
+            raise PluginError(f"{name} can only be switched while nothing runs; busy slots: {n_busy}; try again later")
 
     def _enable(self, name: str, member: Member) -> None:
         for other in self._on():
@@ -170,7 +158,7 @@ class PluginSet:
             if not self._is_on(need):
                 raise PluginError(f"{name} requires {need}: switch {need} on first")
         if member.instance is None:
-            self._instantiate(name, member)
+            self._instantiate(member)
         try:
             if not member.configured:
                 changed = self._call(member, "configure", config=self._full, devices=self._devices)
@@ -185,8 +173,8 @@ class PluginSet:
         except PluginError:
             raise
         except Exception as error:
-            member.quarantined = _text(error)
-            raise PluginError(f"{name} could not be enabled, it raised {_text(error)}") from error
+            member.quarantined = text_of(error)
+            raise PluginError(f"{name} could not be enabled, it raised {text_of(error)}") from error
         member.enabled = True
         try:
             self.native_switches()
@@ -196,11 +184,14 @@ class PluginSet:
 
     def quarantine(self, culprit: str | Hook, error: BaseException, hook: str = "") -> None:
         """Switch a plugin off because a hook of it raised, and whatever requires it; never raises."""
-        name = culprit if isinstance(culprit, str) else self.hooks.owner(culprit)
-        if name is None or name not in self._members:
+        if isinstance(culprit, str):
+            name = culprit
+        else:
+            name, hook = self.hooks.owner(culprit) or ("", "")
+        if name not in self._members:
             raise ValueError(f"{culprit!r} belongs to no plugin") from error
         member = self._members[name]
-        reason = f"{hook}: {_text(error)}" if hook else _text(error)
+        reason = f"{hook}: {text_of(error)}" if hook else text_of(error)
         member.enabled, member.quarantined = False, reason
         log.error("plugin %s is off: %s", name, reason, exc_info=error)
         for other in self._on():
@@ -213,25 +204,19 @@ class PluginSet:
             try:
                 function(name, reason)
             except Exception as second:
-                other_name = self.hooks.owner(function)
-                if other_name is not None:  # None: this very loop has quarantined it already
-                    self.quarantine(other_name, second, "plugin_quarantined")
-
-    def blame(self, error: BaseException) -> str | None:
-        """The plugin whose hook raised `error`, or None when it was not a hook."""
-        return self.hooks.blame(error)
+                self.quarantine(function, second)
 
     def find_owner(self, function: Hook) -> str:
         """The plugin of a compiled hook function. Raises KeyError for a foreign function."""
-        name = self.hooks.owner(function)
-        if name is None:
+        owner = self.hooks.owner(function)
+        if owner is None:
             raise KeyError(function)
-        return name
+        return owner[0]
 
     # ---- what others ask
 
     def native_switches(self) -> Switches:
-        """The native switches of all enabled plugins. Raises PluginError when two want different values of one switch."""
+        """The native switches of all enabled plugins. Raises PluginError when two want different values of one."""
         switches: Switches = {}
         owners: dict[str, str] = {}
         for name in self._on():
@@ -255,7 +240,7 @@ class PluginSet:
 
     def views(self) -> list[PluginView]:
         """A snapshot of all plugins; any thread may ask."""
-        return [self._view(name, member) for name, member in self._members.items()]
+        return [member.view(self.hooks, decided=self._full is not None) for member in self._members.values()]
 
     def enabled(self) -> list[str]:
         """Names of the plugins that are on."""
@@ -263,44 +248,9 @@ class PluginSet:
 
     # ---- inside
 
-    def _view(self, name: str, member: Member) -> PluginView:
-        declaration = member.found.declaration
-        if declaration is None:
-            return PluginView(name, available=False, reason=member.found.broken, decided=self._full is not None)
-        spent = [s for (plugin, _), s in list(self.hooks.seconds.items()) if plugin == name]
-        return PluginView(
-            name=name,
-            summary=declaration.summary,
-            enabled=member.enabled,
-            auto=member.found.shipped,
-            available=member.reason is None,
-            reason=member.reason,
-            toggle=declaration.toggle,
-            helps=declaration.helps,
-            hurts=declaration.hurts,
-            guard=str(declaration.guard),
-            effect=int(getattr(member.instance, "effect", 0)),
-            effect_unit=declaration.effect,
-            hook_ms=1e3 * sum(spent) if self.hooks.traced else None,
-            quarantined=member.quarantined,
-            options=dict(member.options),
-            decided=self._full is not None,
-        )
-
-    def _parse(self, name: str, member: Member) -> dict[str, Any]:
-        options = Options(name)
-        options.declared = member.found.options
-        return options.values(self.config.options.get(name, {}))
-
-    def _instantiate(self, name: str, member: Member) -> None:
-        assert member.found.cls is not None
-        values = self._parse(name, member)
-        try:
-            member.instance = member.found.cls(**values)
-        except Exception as error:
-            raise PluginError(f"plugin {name} does not take these options ({_text(error)}); see --help") from error
-        member.options = {key.replace("_", "-"): value for key, value in values.items()}
-        self._manager.register(member.instance, name)
+    def _instantiate(self, member: Member) -> None:
+        member.instantiate(self.config.options.get(member.name, {}))
+        self._manager.register(member.instance, member.name)
 
     def _call(self, member: Member, hook: str, **arguments: Any) -> Any:
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
@@ -335,7 +285,3 @@ class PluginSet:
     def _switch(self) -> None:
         if self.apply_switches is not None:
             self.apply_switches(self.native_switches())
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

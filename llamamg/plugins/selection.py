@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from llamamg.config import PluginsConfig
 from llamamg.plugins.declaration import PluginDeclaration, PluginError
 from llamamg.plugins.discovery import Found
-from llamamg.plugins.reserved import RESERVED
+
+PLANNED = frozenset({"spec", "decode-groups", "async-cache", "qsa"})  # plugins of this project that other versions ship
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class Selection:
 
 
 def select(config: PluginsConfig, found: Mapping[str, Found]) -> Selection:
-    """The plugins to try. Raises PluginError with a sentence for unknown, broken, contradicting or conflicting names."""
+    """The plugins to try. Raises PluginError for unknown, broken, contradicting or conflicting names."""
     out = Selection()
     if config.none and config.enable:
         raise PluginError(f"--enable none excludes other names; leave it out to enable {', '.join(config.enable)}")
@@ -52,8 +53,8 @@ def select(config: PluginsConfig, found: Mapping[str, Found]) -> Selection:
 def unknown(name: str, found: Mapping[str, Found]) -> str:
     """The sentence for a name that is not installed."""
     known = ", ".join(sorted(found)) or "none"
-    if name in RESERVED:
-        return f"plugin {name} is not installed (installed: {known})"
+    if name in PLANNED:
+        return f"plugin {name} is not part of this version (installed: {known})"
     return f"there is no plugin named {name!r} (installed: {known})"
 
 
@@ -93,7 +94,8 @@ def requirements_first(names: list[str], found: Mapping[str, Found]) -> list[str
         if name in order:
             return
         if name in path:
-            raise PluginError(f"plugins require each other in a circle: {' -> '.join([*path, name])}; disable one of them")
+            circle = " -> ".join([*path, name])
+            raise PluginError(f"plugins require each other in a circle, {circle}: disable one of them")
         path.append(name)
         for required in declaration_of(name, found).requires:
             if required in names:

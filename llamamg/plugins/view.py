@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PluginView:
-    """A snapshot. `reason` says why a plugin is off although it was wanted, `quarantined` which error switched it off."""
+    """A snapshot. `reason` says why it is off although it was wanted, `quarantined` which error switched it off."""
 
     name: str
     summary: str = ""
