@@ -11,7 +11,7 @@ from llamamg.synth.writer import WEIGHTS, write_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write a model with random weights and the qwen4exp architecture, for tests and speed measurements."
+    parser.description = "Write a qwen4exp model with random weights, for tests and speed measurements."
     parser.add_argument("out", metavar="OUT.gguf", type=Path, help="the file to write")
     parser.add_argument(
         "--preset",
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab",
         type=Path,
         metavar="FILE",
-        help="GGUF whose tokenizer is copied (default: a vocabulary file of the llama.cpp tree that `llamamg build` unpacks)",
+        help="GGUF whose tokenizer is copied (default: a vocabulary file of the tree that `llamamg build` unpacks)",
     )
     parser.add_argument(
         "--dense", action="store_true", help="same weights, but without the keys that switch sparse attention on"

@@ -32,6 +32,8 @@ class Encoding:
     set_scale: Callable[[Bytes, float], None]  # writes into uint8[n_blocks, n_bytes] that holds random bits
 
     def n_bytes(self, n_values: int) -> int:
+        block: int
+        size: int
         block, size = GGML_QUANT_SIZES[self.type]
         return n_values // block * size
 
@@ -96,10 +98,12 @@ ENCODINGS: Final = {
 def draw_f32(bits: BitGenerator, n_values: int, mean: float, std: float) -> Bytes:
     """uint8[n_values * 4]: normal float32 values."""
     values = np.random.Generator(bits).standard_normal(n_values, dtype=np.float32)
-    return (values * np.float32(std) + np.float32(mean)).astype("<f4").view(np.uint8)
+    stored: Bytes = (values * np.float32(std) + np.float32(mean)).astype("<f4").view(np.uint8)
+    return stored
 
 
 def draw_decay(bits: BitGenerator, n_values: int) -> Bytes:
     """uint8[n_values * 4]: negative float32 decay rates, from nearly none to forgetting within a few tokens."""
     exponents = np.random.Generator(bits).uniform(-4.0, 1.0, n_values)
-    return (-np.exp(exponents)).astype("<f4").view(np.uint8)
+    stored: Bytes = (-np.exp(exponents)).astype("<f4").view(np.uint8)
+    return stored

@@ -53,6 +53,11 @@ def norm(name: str, n_values: int, gain: float = 1.0) -> Tensor:
     return Tensor(f"{name}.weight", (n_values,), Kind.VECTOR, 0.1 * gain, gain)
 
 
+def outward(p: Preset, name: str, shape: tuple[int, ...], gain: float, kind: Kind = Kind.MATRIX) -> Tensor:
+    """Last matrix of a block: weaker in deeper models, or what all tokens share drowns what tells them apart."""
+    return matrix(name, shape, gain * sqrt(4 / p.n_layer), kind)
+
+
 def model_tensors(p: Preset, n_vocab: int) -> Iterator[Tensor]:
     """All tensors in file order."""
     yield Tensor("token_embd.weight", (n_vocab, p.n_embd), Kind.MATRIX, 1.0)
@@ -68,7 +73,8 @@ def layer_tensors(p: Preset, layer: int) -> Iterator[Tensor]:
     block = f"blk.{layer}"
     for part in ("attn", "ffn"):
         yield from mixer(p, f"{block}.hc_{part}")
-        yield Tensor(f"{block}.hc_{part}_inject.weight", (p.n_stream, p.stream_dim), Kind.VECTOR, 2 / sqrt(p.stream_dim))
+        inject = f"{block}.hc_{part}_inject.weight"
+        yield Tensor(inject, (p.n_stream, p.stream_dim), Kind.VECTOR, 2 / sqrt(p.stream_dim))
     yield from attention(p, block) if p.has_attention(layer) else recurrent(p, block)
     if layer == p.ngram_layer:
         yield from ngram(p, block)
@@ -89,7 +95,7 @@ def attention(p: Preset, block: str) -> Iterator[Tensor]:
     yield matrix(f"{block}.attn_v", (n_kv, p.n_embd), 2.0)
     yield norm(f"{block}.attn_q_norm", p.head_dim, 1.5)  # scores of spread 2.25: a few dozen cells carry the result
     yield norm(f"{block}.attn_k_norm", p.head_dim, 1.5)
-    yield matrix(f"{block}.attn_output", (p.n_embd, p.n_head * p.head_dim))
+    yield outward(p, f"{block}.attn_output", (p.n_embd, p.n_head * p.head_dim), 1.0)
     yield matrix(f"{block}.indexer.q_proj", (p.n_index_head * p.index_dim, p.n_embd))
     yield matrix(f"{block}.indexer.k_proj", (p.index_dim, p.n_embd))
     yield norm(f"{block}.indexer.q_norm", p.index_dim)
@@ -101,7 +107,7 @@ def recurrent(p: Preset, block: str) -> Iterator[Tensor]:
     n_conv = 2 * n_key + n_value
     yield matrix(f"{block}.attn_qkv", (n_conv, p.n_embd), 2.0)
     yield matrix(f"{block}.attn_gate", (n_value, p.n_embd))
-    yield matrix(f"{block}.ssm_out", (p.n_embd, n_value))
+    yield outward(p, f"{block}.ssm_out", (p.n_embd, n_value), 1.0)
     yield Tensor(f"{block}.ssm_conv1d.weight", (n_conv, p.ssm_conv), Kind.VECTOR, 0.1, 0.25)
     yield Tensor(f"{block}.ssm_dt.bias", (p.n_ssm_v_head,), Kind.VECTOR, 1.0)
     yield Tensor(f"{block}.ssm_a", (p.n_ssm_v_head,), Kind.DECAY, 0.0)
@@ -124,7 +130,7 @@ def experts(p: Preset, block: str) -> Iterator[Tensor]:
     yield Tensor(f"{block}.ffn_gate_inp_shexp.weight", (p.n_embd,), Kind.VECTOR, 1 / sqrt(p.n_embd))
     for name in ("gate", "up"):
         yield matrix(f"{block}.ffn_{name}_exps", (p.n_expert, p.n_ff, p.n_embd), 2.0, Kind.EXPERT_IN)
-    yield matrix(f"{block}.ffn_down_exps", (p.n_expert, p.n_embd, p.n_ff), 0.5, Kind.EXPERT_OUT)
+    yield outward(p, f"{block}.ffn_down_exps", (p.n_expert, p.n_embd, p.n_ff), 0.5, Kind.EXPERT_OUT)
     for name in ("gate", "up"):
         yield matrix(f"{block}.ffn_{name}_shexp", (p.n_ff_shared, p.n_embd), 2.0)
-    yield matrix(f"{block}.ffn_down_shexp", (p.n_embd, p.n_ff_shared), 0.5)
+    yield outward(p, f"{block}.ffn_down_shexp", (p.n_embd, p.n_ff_shared), 0.5)

@@ -13,7 +13,7 @@ from typing import IO, Final
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from llamamg.synth.encoding import ENCODINGS, Bytes, draw_decay, draw_f32, generator
 from llamamg.synth.metadata import ARCHITECTURE, write_metadata
@@ -170,7 +170,7 @@ def partial_file(target: Path) -> Iterator[Path]:
         os.replace(partial, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SynthError(f"the disk that holds {target.parent} is full: free some space or give fewer --experts") from error
+            raise SynthError(f"the disk of {target.parent} is full: free some space or give fewer --experts") from error
         raise SynthError(f"{target} could not be written ({error.strerror or error}): choose another place") from error
     finally:
         partial.unlink(missing_ok=True)
