@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from inspect import signature
 from typing import Any
 
@@ -98,13 +99,14 @@ class Hooks:
         for name in COMPILED:
             setattr(self, name, ())
 
-    def compile(self, manager: pluggy.PluginManager, enabled: Collection[str]) -> None:
-        """Take the implementations of the enabled plugins; the order is pluggy's and does not depend on toggles."""
+    def compile(self, manager: pluggy.PluginManager, order: Seq[str]) -> None:
+        """Take the implementations of the enabled plugins, given in calling order; tryfirst and trylast come before it."""
+        rank = {plugin: i for i, plugin in enumerate(order)}
         tuples = {}
         for name in COMPILED:
-            # pluggy keeps the last to be called first
-            impls = reversed(getattr(manager.hook, name).get_hookimpls())
-            tuples[name] = tuple(self._function(impl, name) for impl in impls if impl.plugin_name in enabled)
+            impls = [i for i in getattr(manager.hook, name).get_hookimpls() if i.plugin_name in rank]
+            impls.sort(key=lambda impl: (impl.trylast - impl.tryfirst, rank[impl.plugin_name]))
+            tuples[name] = tuple(self._function(impl, name) for impl in impls)
         for name, functions in tuples.items():
             setattr(self, name, functions)
 

@@ -7,8 +7,8 @@ Rules for all of them:
   or to `idle`.
 * There is no hook per token: `step_done` gets all outputs of a step in one call.
 * Take any subset of the arguments, by name. Everything is read-only except what "May change" lists.
-* `tryfirst` and `trylast` are honoured. Without them plugins are called in this order: third-party ones, the last one
-  enabled first, then the shipped ones by name. Wrappers are refused.
+* Plugins are called in this order: third-party ones by name, then shipped ones by name. `hookimpl(tryfirst=True)` and
+  `hookimpl(trylast=True)` move a function before or behind all others. Wrappers are refused.
 * A hook marked "first result" stops at the first answer that is not None; None leaves the decision to the next one.
 * A hook that raises puts its plugin in quarantine: it is off from then on and the step goes on without it.
 * Installing a package enables nothing: `--enable NAME` does.
@@ -193,8 +193,8 @@ def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
 
     When: in the step after the set of busy slots changed, with no batch in flight and before rows are chosen.
     Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence
-    with its cells, recurrent state and checkpoints goes to the idle id, whose own cached prefix is given up. Slot
-    numbers shown to clients stay. Default: no move.
+    with its cells, recurrent state and checkpoints goes to the idle id; what the idle id held goes the other way if it
+    is small enough to copy within a step, else it is given up. Slot numbers shown to clients stay. Default: no move.
     Must not: name an id twice as a destination, or a destination that is busy when its turn comes.
     """
 
@@ -203,9 +203,9 @@ def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
 def order_prefills(state: StepState, waiting: list[Sequence]) -> list[Sequence] | None:
     """Choose which prompts are computed in this step, and in what order.
 
-    When: once a step if any sequence has prompt tokens left; `waiting` are those sequences in slot order.
+    When: once a step if any sequence has prompt tokens left; `waiting` are those, in the order of their sequence ids.
     Result: first result, a list made of members of `waiting`; the first one fills the budget first. Those left out
-    wait. Default: all of them in slot order.
+    wait. Default: all of them in the order given.
     Must not: add sequences, or return an empty list while nobody decodes (the step would do nothing).
     """
 

@@ -44,7 +44,8 @@ class Member:
         try:
             self.instance = self.found.cls(**values)
         except Exception as error:
-            raise PluginError(f"plugin {self.name} does not take these options ({text_of(error)}); see --help") from error
+            sentence = f"plugin {self.name} does not take these options ({text_of(error)}); see --help"
+            raise PluginError(sentence) from error
         self.options = {key.replace("_", "-"): value for key, value in values.items()}
 
     def view(self, hooks: Hooks, *, decided: bool) -> PluginView:
@@ -68,7 +69,7 @@ class Member:
             effect_unit=declaration.effect,
             hook_ms=1e3 * spent_s if hooks.traced else None,
             quarantined=self.quarantined,
-            options=dict(self.options),
+            options=dict(self.options) or {name: option.default for name, option in self.found.options.items()},
             decided=decided,
         )
 

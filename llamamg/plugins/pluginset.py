@@ -127,7 +127,9 @@ class PluginSet:
             raise PluginError(unknown(name, self._found))
         if member.found.broken is not None:
             raise PluginError(f"plugin {name} cannot be used: {member.found.broken}")
-        if member.enabled == enabled and member.quarantined is None:
+        if member.enabled == enabled:
+            if not enabled:
+                member.quarantined = member.reason = None
             return
         self._check_toggle_class(name, enabled)
         if enabled:
@@ -182,14 +184,14 @@ class PluginSet:
             member.enabled = False
             raise
 
-    def quarantine(self, culprit: str | Hook, error: BaseException, hook: str = "") -> None:
-        """Switch a plugin off because a hook of it raised, and whatever requires it; never raises."""
-        if isinstance(culprit, str):
-            name = culprit
+    def quarantine(self, function: str | Hook, error: BaseException, hook: str = "") -> None:
+        """Switch off the plugin whose hook function (or name) this is, because it raised, and whatever requires it."""
+        if isinstance(function, str):
+            name = function
         else:
-            name, hook = self.hooks.owner(culprit) or ("", "")
+            name, hook = self.hooks.owner(function) or ("", "")
         if name not in self._members:
-            raise ValueError(f"{culprit!r} belongs to no plugin") from error
+            raise ValueError(f"{function!r} belongs to no plugin") from error
         member = self._members[name]
         reason = f"{hook}: {text_of(error)}" if hook else text_of(error)
         member.enabled, member.quarantined = False, reason
@@ -200,11 +202,11 @@ class PluginSet:
                 self._members[other].reason = f"requires {name}, which was switched off by an error"
         self._recompile()
         self._switch()
-        for function in self.hooks.plugin_quarantined:
+        for told in self.hooks.plugin_quarantined:
             try:
-                function(name, reason)
+                told(name, reason)
             except Exception as second:
-                self.quarantine(function, second)
+                self.quarantine(told, second)
 
     def find_owner(self, function: Hook) -> str:
         """The plugin of a compiled hook function. Raises KeyError for a foreign function."""
@@ -220,7 +222,11 @@ class PluginSet:
         switches: Switches = {}
         owners: dict[str, str] = {}
         for name in self._on():
-            wanted = self._call(self._members[name], "native_switches", config=self._full, devices=self._devices)
+            try:
+                wanted = self._call(self._members[name], "native_switches", config=self._full, devices=self._devices)
+            except Exception as error:
+                self.quarantine(name, error, "native_switches")
+                continue
             for switch, value in (wanted or {}).items():
                 if switches.setdefault(switch, int(value)) != int(value):
                     raise PluginError(
@@ -280,7 +286,7 @@ class PluginSet:
         return name in self._members and self._members[name].enabled
 
     def _recompile(self) -> None:
-        self.hooks.compile(self._manager, frozenset(self._on()))
+        self.hooks.compile(self._manager, sorted(self._on(), key=lambda name: (self._found[name].shipped, name)))
 
     def _switch(self) -> None:
         if self.apply_switches is not None:
