@@ -1,3 +1,42 @@
-"""llamamg: a plugin-based runtime layer on llama.cpp's Python binding."""
+"""llamamg: a plugin-based runtime layer on llama.cpp's Python binding.
 
+What a plugin needs is here; nothing native is loaded by importing it.
+"""
+
+from llamamg.batch import Batch, Plan, Row, StepState
+from llamamg.config import Config
+from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
+from llamamg.guard import Guard
+from llamamg.hookspecs import hookimpl
+from llamamg.plugins import PluginError, Unavailable, plugin
+from llamamg.request import FinishReason, Request, SamplingParams, Timings
+from llamamg.sequence import Sequence, SequenceState
+from llamamg.slot import Slot
+
+__all__ = [
+    "Admit",
+    "Batch",
+    "Config",
+    "Defer",
+    "Fail",
+    "FinishReason",
+    "Guard",
+    "Plan",
+    "PluginError",
+    "PrefixHit",
+    "Reject",
+    "Request",
+    "Retry",
+    "Row",
+    "SamplingParams",
+    "Sequence",
+    "SequenceState",
+    "Shrink",
+    "Slot",
+    "StepState",
+    "Timings",
+    "Unavailable",
+    "hookimpl",
+    "plugin",
+]
 __version__ = "0.1.0"

@@ -30,7 +30,14 @@ class Admission:
     """The queue. Lower `priority` first, then arrival; a request for a busy slot lets others pass."""
 
     def __init__(
-        self, slots: list[Slot], kv: KVCache, checkpoints: CheckpointPolicy, calls: HookCalls, *, n_ctx_slot: int, similarity: float
+        self,
+        slots: list[Slot],
+        kv: KVCache,
+        checkpoints: CheckpointPolicy,
+        calls: HookCalls,
+        *,
+        n_ctx_slot: int,
+        similarity: float,
     ) -> None:
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
@@ -58,7 +65,7 @@ class Admission:
         i = 0
         while i < len(self.queue) and any(not slot.busy for slot in self._slots):
             waiting = self.queue[i]
-            if 0 <= waiting.request.id_slot and self._slots[waiting.request.id_slot % len(self._slots)].busy:
+            if waiting.request.id_slot >= 0 and self._slots[waiting.request.id_slot % len(self._slots)].busy:
                 i += 1
                 continue
             decision = self._calls.first("admit", waiting.request, state) if self._calls.hooks.admit else None

@@ -206,7 +206,17 @@ class Completion:
 
 
 def _copy(t: Timings) -> Timings:
-    return Timings(t.cache_n, t.prompt_n, t.prompt_ms, t.predicted_n, t.predicted_ms, t.queue_ms, t.ttft_ms, t.draft_n, t.draft_n_accepted)
+    return Timings(
+        t.cache_n,
+        t.prompt_n,
+        t.prompt_ms,
+        t.predicted_n,
+        t.predicted_ms,
+        t.queue_ms,
+        t.ttft_ms,
+        t.draft_n,
+        t.draft_n_accepted,
+    )
 
 
 def _indent_broken(text: str, n_indent: int) -> bool:

@@ -23,10 +23,13 @@ class ModelConfig:
     override_tensor: tuple[tuple[str, str], ...] = ()  # (regex, buffer type name)
     cpu_moe: bool = False
     n_cpu_moe: int = 0
+    n_cpu_ffn: int = 0
     load_mode: str = "auto"  # auto | none | mmap | mlock | mmap+mlock | dio
     lazy_mode: str = "auto"  # on | auto | off
     rpc: tuple[str, ...] = ()  # host:port of ggml rpc-servers
     check_tensors: bool = False
+    repack: bool = True  # extra buffer types of backends
+    no_host: bool = False
     override_kv: tuple[tuple[str, str, str], ...] = ()  # (key, type, value)
 
 
@@ -80,6 +83,7 @@ class GenerationConfig:
     reasoning_format: str = "auto"
     jinja: bool = True
     prefill_assistant: bool = True
+    json_schema: str = ""  # JSON text; becomes the default grammar of requests that bring none
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +135,4 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     build: Path | None = None  # which native build to load; None: the patched one
+    native_switches: Mapping[str, bool] = field(default_factory=dict)  # name -> on, as given by --native-switch

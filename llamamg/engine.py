@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llamamg.admission import Waiting
 from llamamg.batch import Batch
@@ -16,6 +16,7 @@ from llamamg.config import Config
 from llamamg.errors import BatchError
 from llamamg.hookcalls import HookCalls
 from llamamg.model import ModelInfo
+from llamamg.plugins import PluginSet
 from llamamg.recovery import Recovery
 from llamamg.request import Event, Failed, Request
 from llamamg.runner import Runner
@@ -45,7 +46,7 @@ class Engine:
         vocab: Vocabulary,
         model: ModelInfo,
         calls: HookCalls,
-        plugins: Any,
+        plugins: PluginSet,
         n_ctx_slot: int,
         new_sampler: Callable[[Request], Sampler],
         view: Callable[[Slot], SlotView],
@@ -129,7 +130,9 @@ class Engine:
     def _refuse(self, request: Request) -> Failed | None:
         n = len(request.prompt)
         if n >= self.n_ctx_slot:
-            message = f"request ({n} tokens) exceeds the available context size ({self.n_ctx_slot} tokens), try increasing it"
+            message = (
+                f"request ({n} tokens) exceeds the available context size ({self.n_ctx_slot} tokens), try increasing it"
+            )
             extra = {"n_prompt_tokens": n, "n_ctx": self.n_ctx_slot}
             return Failed(400, "exceed_context_size_error", message, extra)
         if n and (int(request.prompt.min()) < 0 or int(request.prompt.max()) >= self.vocab.n_vocab):
@@ -188,7 +191,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self.plugins.engine_start(self)
+            self.plugins.start(self)
             while not self._is_over():
                 if not self.step():
                     self._idle()
@@ -197,7 +200,7 @@ class Engine:
             self._fail_all(Failed(500, "server_error", f"the engine stopped: {error!r}"))
             raise
         finally:
-            self.plugins.engine_stop(self)
+            self.plugins.stop()
             self._emit()
             self.runner.close()
             self._close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llamamg import library as native
@@ -16,7 +16,8 @@ from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.model import ModelInfo, describe, load_model, n_slots, new_context
-from llamamg.request import Request
+from llamamg.plugins import PluginError, PluginSet
+from llamamg.request import Request, Timings
 from llamamg.runner import ModelRunner, Runner
 from llamamg.sampler import Sampler
 from llamamg.scheduler import Scheduler
@@ -25,22 +26,26 @@ from llamamg.stats import Stats
 from llamamg.vocab import Vocabulary
 
 
-def load(config: Config, plugins: Any, progress: Callable[[float], None] | None = None) -> Engine:
+def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] | None = None) -> Engine:
     """Load the library, the model and a context. `progress` gets the loaded fraction. Raises LoadError with a sentence."""
     try:
         lib = native.load(config.build)
     except native.LibraryNotFound as error:
         raise LoadError(str(error)) from error
-    config = plugins.configure(config, lib.mg.devices())
-    for name, value in plugins.native_switches(config, lib.mg.devices()).items():
-        lib.mg.set_switch(name, value)
+    try:
+        config = plugins.configure(config, lib.mg.devices())
+        _connect_switches(lib, plugins)
+    except PluginError as error:
+        raise LoadError(str(error)) from error
     llama = lib.llama
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)
     model = describe(lib, handle, config.model.path, vocab.n_vocab, vocab.type, vocab.chat_template)
     context = new_context(lib, handle, config)
     c = config.context
-    kv = KVCache(llama, context, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa)
+    kv = KVCache(
+        llama, context, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
+    )
     n_batch, n_ubatch = llama.llama_n_batch(context), llama.llama_n_ubatch(context)
     n_outputs = c.n_outputs_max or n_slots(c) * (1 + c.n_draft_max)
     runner = ModelRunner(llama, lib.mg, context, n_batch, n_ubatch, n_outputs)
@@ -61,7 +66,7 @@ def load(config: Config, plugins: Any, progress: Callable[[float], None] | None 
 
 def assemble(
     config: Config,
-    plugins: Any,
+    plugins: PluginSet,
     runner: Runner,
     kv: KVCache,
     vocab: Vocabulary,
@@ -76,6 +81,11 @@ def assemble(
     slots = [Slot(i, i) for i in range(n_slots(c))]
     stats = Stats()
     calls = HookCalls(plugins.hooks, plugins.quarantine)
+
+    def finished(request: Request, timings: Timings) -> None:
+        if calls.hooks.request_finished:
+            calls.each("request_finished", request, timings)
+
     policy = CheckpointPolicy(c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv)
     completion = Completion(
         vocab,
@@ -84,7 +94,7 @@ def assemble(
         n_ctx_slot=n_ctx_slot,
         context_shift=g.context_shift,
         special=g.special,
-        finished=lambda request, timings: calls.each("request_finished", request, timings) and None,
+        finished=finished,
     )
     admission = Admission(slots, kv, policy, calls, n_ctx_slot=n_ctx_slot, similarity=g.slot_prompt_similarity)
     scheduler = Scheduler(
@@ -114,6 +124,24 @@ def assemble(
         view=completion.view,
         close=close,
     )
+
+
+def _connect_switches(lib: native.Library, plugins: PluginSet) -> None:
+    """Let plugins set native switches, now and at each toggle; what nobody names has its default."""
+
+    def apply(wanted: Mapping[str, int]) -> None:
+        for switch in lib.mg.switches():
+            lib.mg.set_switch(switch.name, wanted.get(switch.name, switch.default))
+
+    wanted = plugins.native_switches()
+    known = {switch.name for switch in lib.mg.switches()}
+    for name in wanted:
+        if name not in known:
+            raise LoadError(
+                f"the native switch {name} is not in this build: run `llamamg build`, or leave its plugin off"
+            )
+    apply(wanted)
+    plugins.apply_switches = apply
 
 
 def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:

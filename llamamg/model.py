@@ -130,7 +130,9 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-def describe(library: Library, model: Any, path: Path, n_vocab: int, vocab_type: int, template: str | None) -> ModelInfo:
+def describe(
+    library: Library, model: Any, path: Path, n_vocab: int, vocab_type: int, template: str | None
+) -> ModelInfo:
     """Read a loaded model's facts."""
     llama = library.llama
 

@@ -57,7 +57,9 @@ class TextStream:
             self._held = ""
             return text
         found, word = min(
-            ((at, s) for s in self._stops if (at := text.find(s)) >= 0), key=lambda hit: (hit[0], -len(hit[1])), default=(-1, "")
+            ((at, s) for s in self._stops if (at := text.find(s)) >= 0),
+            key=lambda hit: (hit[0], -len(hit[1])),
+            default=(-1, ""),
         )
         if found >= 0:
             self.stopping_word, self._held = word, ""

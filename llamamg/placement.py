@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 from llamamg.config import ModelConfig
@@ -51,7 +52,9 @@ class Placement:
         for name in wanted:
             handle = self._ggml.ggml_backend_dev_by_name(name.encode())
             if not handle:
-                raise LoadError(f"no device {name!r}: there are {', '.join(self.names()) or 'none'} (see `llamamg doctor`)")
+                raise LoadError(
+                    f"no device {name!r}: there are {', '.join(self.names()) or 'none'} (see `llamamg doctor`)"
+                )
             handles.append(handle)
         array = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         self._keep.append(array)
@@ -97,27 +100,32 @@ class Placement:
         g.ggml_backend_register(ctypes.c_void_p(server))
 
 
-def _backend_functions(library: Library) -> Any:
-    """libggml's device functions with their types (llama_cpp's own binding looks in the wrong folder)."""
-    g = ctypes.CDLL(str(library.dir / "libggml.so"))
-    void, text = ctypes.c_void_p, ctypes.c_char_p
-    for name, result, arguments in (
-        ("ggml_backend_dev_count", ctypes.c_size_t, []),
-        ("ggml_backend_dev_get", void, [ctypes.c_size_t]),
-        ("ggml_backend_dev_by_name", void, [text]),
-        ("ggml_backend_reg_by_name", void, [text]),
-        ("ggml_backend_register", None, [void]),
-    ):
-        function = getattr(g, name)
-        function.restype, function.argtypes = result, arguments
-    base = ctypes.CDLL(str(library.dir / "libggml-base.so"))
-    for name, result, arguments in (
-        ("ggml_backend_dev_name", text, [void]),
-        ("ggml_backend_dev_buffer_type", void, [void]),
-        ("ggml_backend_buft_name", text, [void]),
-        ("ggml_backend_reg_get_proc_address", void, [void, text]),
-    ):
-        function = getattr(base, name)
-        function.restype, function.argtypes = result, arguments
-        setattr(g, name, function)
-    return g
+_VOID, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+# library -> function -> (result, arguments)
+_FUNCTIONS: dict[str, dict[str, tuple[Any, list[Any]]]] = {
+    "libggml.so": {
+        "ggml_backend_dev_count": (_SIZE, []),
+        "ggml_backend_dev_get": (_VOID, [_SIZE]),
+        "ggml_backend_dev_by_name": (_VOID, [_TEXT]),
+        "ggml_backend_reg_by_name": (_VOID, [_TEXT]),
+        "ggml_backend_register": (None, [_VOID]),
+    },
+    "libggml-base.so": {
+        "ggml_backend_dev_name": (_TEXT, [_VOID]),
+        "ggml_backend_dev_buffer_type": (_VOID, [_VOID]),
+        "ggml_backend_buft_name": (_TEXT, [_VOID]),
+        "ggml_backend_reg_get_proc_address": (_VOID, [_VOID, _TEXT]),
+    },
+}
+
+
+def _backend_functions(library: Library) -> SimpleNamespace:
+    """ggml's device functions with their types (llama_cpp's own binding of them looks in the wrong folder)."""
+    found = SimpleNamespace()
+    for file, functions in _FUNCTIONS.items():
+        loaded = ctypes.CDLL(str(library.dir / file))
+        for name, (result, arguments) in functions.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(found, name, function)
+    return found

@@ -47,7 +47,11 @@ class Sampler:
 
     @staticmethod
     def _is_greedy(p: SamplingParams, biases: list[tuple[int, float]]) -> bool:
-        penalized = p.repeat_last_n != 0 and (p.repeat_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0)
+        penalized = p.repeat_last_n != 0 and (p.repeat_penalty, p.frequency_penalty, p.presence_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
         return (
             p.temperature <= 0
             and p.dynatemp_range <= 0
@@ -95,7 +99,13 @@ class Sampler:
                     last_n = n_ctx if p.dry_penalty_last_n < 0 else p.dry_penalty_last_n
                     add(
                         llama.llama_sampler_init_dry(
-                            vocab.handle, p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n, array, len(breakers)
+                            vocab.handle,
+                            p.dry_multiplier,
+                            p.dry_base,
+                            p.dry_allowed_length,
+                            last_n,
+                            array,
+                            len(breakers),
                         )
                     )
                 case "top_k":
@@ -201,7 +211,11 @@ class RowSampler:
 
     def sample_with_probs(self, sampler: Sampler, index: int, n_top: int) -> TokenProb:
         """Sample one row and tell the probabilities that the chain left."""
-        ids, values, token = ffi.new("int32_t[]", max(1, n_top)), ffi.new("float[]", max(1, n_top)), ffi.new("int32_t *")
+        ids, values, token = (
+            ffi.new("int32_t[]", max(1, n_top)),
+            ffi.new("float[]", max(1, n_top)),
+            ffi.new("int32_t *"),
+        )
         chain, grammar = ffi.cast("void *", sampler.chain), ffi.cast("void *", sampler.grammar)
         n = self._lib.mg_sample_row_probs(self._context, chain, grammar, index, n_top, ids, values, token)
         if n < 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from llamamg.admission import Admission, Waiting
 from llamamg.arrange import Arranger
-from llamamg.batch import Batch, Plan, PlanError, Row, StepState
+from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
 from llamamg.hookcalls import HookCalls
@@ -156,7 +156,9 @@ class Scheduler:
             if sequence.state is SequenceState.FINISHED:
                 continue  # cancelled while it was computed
             if -1 in output.tokens:
-                self.fail(sequence, Failed(500, "server_error", "the sampler chose no token: the logits are not finite"))
+                self.fail(
+                    sequence, Failed(500, "server_error", "the sampler chose no token: the logits are not finite")
+                )
                 continue
             self._verify(sequence, output.row, len(output.tokens))
             reason = self._completion.tokens(sequence, output, now, self.state.itl)
@@ -169,7 +171,9 @@ class Scheduler:
 
     def _refresh(self) -> StepState:
         state = self.state
-        running = sorted(self._running.values(), key=_by_seq_id) if len(self._running) > 1 else list(self._running.values())
+        running = (
+            sorted(self._running.values(), key=_by_seq_id) if len(self._running) > 1 else list(self._running.values())
+        )
         state.decoding = [s for s in running if s.state is SequenceState.DECODE]
         state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
         state.waiting = self.waiting_requests() if self._admission.queue else []
@@ -245,7 +249,9 @@ class Scheduler:
         room = self._n_batch - batch.n_tokens
         order = state.prefilling
         if hooks.order_prefills:
-            chosen = self._calls.first("order_prefills", state, list(order), check=lambda answer: _not_from(answer, state))
+            chosen = self._calls.first(
+                "order_prefills", state, list(order), check=lambda answer: _not_from(answer, state)
+            )
             order = order if chosen is None else chosen
         if hooks.prefill_budget:
             budget = self._calls.first("prefill_budget", state, check=lambda n: _idle_budget(n, state))
@@ -277,7 +283,7 @@ class Scheduler:
                 plan.batches = [batch for batch, _ in before]
                 for batch, rows in before:
                     batch.rows = rows
-                self._quarantine(function, error if isinstance(error, PlanError) else error)
+                self._quarantine(function, error)
 
     def _drop(self, waiting: Waiting) -> None:
         waiting.sampler.close()

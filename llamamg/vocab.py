@@ -58,7 +58,8 @@ class Vocabulary:
             pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
             n = self._llama.llama_tokenize(self.handle, data, len(data), pointer, n_max, add_special, parse_special)
             if n >= 0:
-                return out[:n].copy()
+                tokens: Tokens = out[:n].copy()
+                return tokens
             if n == -(2**31):
                 raise ValueError("the text has more tokens than fit into 31 bits")
             n_max = -n

@@ -1,0 +1,223 @@
+"""An engine without a model, for tests of plugins and of the engine itself: decoding and sampling are a Python function."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamamg.batch import Batch
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
+from llamamg.engine import Engine
+from llamamg.errors import BatchError
+from llamamg.kvcache import KVCache, Removal
+from llamamg.loading import assemble
+from llamamg.model import ModelInfo
+from llamamg.plugins import PluginSet
+from llamamg.request import Event, Request, SamplingParams, Tokens
+from llamamg.runner import Done, Output, Runner
+from llamamg.sequence import Sequence
+from llamamg.vocab import Vocabulary
+
+NextToken = Callable[[Sequence, list[int]], int]
+EOS = 2
+
+
+def count_up(sequence: Sequence, so_far: list[int]) -> int:
+    """A stand-in model: the next token is one more than the last, kept among the printable ones."""
+    return 32 + (so_far[-1] + 1 - 32) % 95
+
+
+class FakeSampler:
+    """What the scheduler expects of a sampler, without a native chain."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.closed = False
+
+    def close(self) -> None:
+        """Remember that it was given back."""
+        self.closed = True
+
+
+class FakeVocabulary(Vocabulary):
+    """256 tokens, each its own byte; 0 to 31 are special, 2 ends a generation."""
+
+    def __init__(self) -> None:
+        self.n_vocab, self.type, self.bos, self.eos, self.add_bos = 256, 2, 1, EOS, False
+        self.chat_template = None
+        self.bos_piece, self.eos_piece = "<s>", "</s>"
+
+    def tokenize(self, text: str | bytes, add_special: bool, parse_special: bool) -> Tokens:
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def piece(self, token: int, special: bool = True) -> bytes:
+        if token < 32 and token != 10:
+            return f"<{token}>".encode() if special else b""
+        return bytes([token])
+
+    def is_eog(self, token: int) -> bool:
+        return token == EOS
+
+
+class FakeKV(KVCache):
+    """Sequence memory as sets of positions, with the rules of a plain, or of a hybrid, cache. Misuse is an AssertionError."""
+
+    def __init__(self, n_seq: int, *, hybrid: bool = False) -> None:
+        self.held: dict[int, list[int]] = {i: [] for i in range(n_seq)}
+        self.n_swa, self.can_shift = 0, not hybrid
+        self.removal = Removal.FULL if hybrid else Removal.PART
+        self.copies: list[tuple[int, int]] = []
+
+    def put(self, seq_id: int, pos0: int, tokens: list[int]) -> None:
+        """What a decode does; positions must follow each other."""
+        assert pos0 == len(self.held[seq_id]), (
+            f"sequence {seq_id} holds {len(self.held[seq_id])} tokens, got position {pos0}"
+        )
+        self.held[seq_id].extend(tokens)
+
+    def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
+        n = len(self.held[seq_id])
+        begin, end = max(p0, 0), n if p1 < 0 else min(p1, n)
+        if self.removal is Removal.FULL and 0 < begin < n:
+            return False
+        del self.held[seq_id][begin:end]
+        return True
+
+    def copy(self, source: int, target: int) -> None:
+        self.held[target] = list(self.held[source])
+        self.copies.append((source, target))
+
+    def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        assert self.can_shift
+
+    def pos_min(self, seq_id: int) -> int:
+        n = len(self.held[seq_id])
+        return n - 1 if self.removal is Removal.FULL or n == 0 else 0
+
+    def pos_max(self, seq_id: int) -> int:
+        return len(self.held[seq_id]) - 1
+
+    def clear(self) -> None:
+        for tokens in self.held.values():
+            tokens.clear()
+
+    def save(self, seq_id: int, flags: int = 1) -> NDArray[np.uint8] | None:
+        return np.array(self.held[seq_id], np.int32).view(np.uint8)
+
+    def size(self, seq_id: int, flags: int = 0) -> int:
+        return 4 * len(self.held[seq_id])
+
+    def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = 1) -> bool:
+        self.held[seq_id] = data.view(np.int32).tolist()
+        return True
+
+
+@dataclass(slots=True)
+class FakeRunner(Runner):
+    """Computes batches with `next_token`. `batches` records the shapes; `fail` may raise a BatchError for a batch."""
+
+    kv: FakeKV
+    next_token: NextToken = count_up
+    n_batch: int = 64
+    n_ubatch: int = 16
+    batches: list[list[tuple[int, int, int, int]]] = field(
+        default_factory=list
+    )  # rows of (seq_id, pos0, n_tokens, n_logits)
+    fail: Callable[[Batch], BatchError | None] = lambda batch: None
+    closed: bool = False
+    _in_flight: deque[Batch] = field(default_factory=deque)
+
+    def has_room(self) -> bool:
+        return not self._in_flight
+
+    def submit(self, batch: Batch) -> None:
+        assert batch.rows
+        assert batch.n_tokens <= self.n_batch
+        error = self.fail(batch)
+        if error is not None:
+            raise error
+        for row in batch.rows:
+            self.kv.put(row.sequence.slot.seq_id, row.pos0, [int(t) for t in row.tokens])
+        self.batches.append([(row.sequence.slot.seq_id, row.pos0, len(row), row.n_logits) for row in batch.rows])
+        self._in_flight.append(batch)
+
+    def collect(self) -> Done | None:
+        if not self._in_flight:
+            return None
+        batch = self._in_flight.popleft()
+        return Done(batch, [self._output(row) for row in batch.rows if row.n_logits], 0.001)
+
+    def _output(self, row: Any) -> Output:
+        held = self.kv.held[row.sequence.slot.seq_id]
+        tokens: list[int] = []
+        draft = list(row.tokens)[len(row) - row.n_logits + 1 :]
+        for i in range(row.n_logits):
+            tokens.append(self.next_token(row.sequence, held[: row.pos0 + len(row) - row.n_logits + i + 1]))
+            if i >= len(draft) or tokens[-1] != draft[i]:
+                break
+        return Output(row, tokens)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def model_info() -> ModelInfo:
+    """Facts of the stand-in model."""
+    return ModelInfo("fake", "fake.gguf", "fake", "F32", 1, 1, 4096, 8, 1, 256, 2, 0, False, False, None)
+
+
+def fake_engine(
+    n_slots: int = 2,
+    *,
+    n_ctx_slot: int = 512,
+    hybrid: bool = False,
+    next_token: NextToken = count_up,
+    plugins: PluginSet | None = None,
+    config: Config | None = None,
+    n_batch: int = 64,
+    n_ubatch: int = 16,
+) -> tuple[Engine, FakeRunner, list[tuple[int, Event]]]:
+    """An engine whose thread is not started (call `engine.step()`), its runner, and the list its events go to."""
+    config = config or Config(ModelConfig(Path("fake.gguf")), plugins=PluginsConfig(none=True))
+    context: ContextConfig = replace(config.context, n_parallel=n_slots)
+    config = replace(config, context=context)
+    if plugins is None:
+        plugins = PluginSet.discover(config.plugins)
+        config = plugins.configure(config, [])
+    kv = FakeKV(n_slots, hybrid=hybrid)
+    runner = FakeRunner(kv, next_token, n_batch, n_ubatch)
+
+    def new_sampler(request: Request) -> Any:
+        return FakeSampler(request.sampling)
+
+    engine = assemble(
+        config, plugins, runner, kv, FakeVocabulary(), model_info(), n_ctx_slot=n_ctx_slot, new_sampler=new_sampler
+    )
+    events: list[tuple[int, Event]] = []
+    engine.deliver = events.extend
+    return engine, runner, events
+
+
+def ask(text: str | list[int], **fields: Any) -> Request:
+    """A request for the stand-in model; fields of SamplingParams may be given beside those of Request."""
+    names = SamplingParams.__dataclass_fields__
+    sampling = SamplingParams(**{key: fields.pop(key) for key in list(fields) if key in names})
+    tokens = list(text.encode()) if isinstance(text, str) else text
+    return Request(np.array(tokens, np.int32), sampling, **fields)
+
+
+def run(engine: Engine, n_steps_max: int = 10_000) -> int:
+    """Step until nothing is left to do; how many steps did something."""
+    n = 0
+    while engine.step():
+        n += 1
+        if n >= n_steps_max:
+            raise AssertionError(f"still busy after {n} steps")
+    return n
