@@ -100,7 +100,7 @@ class Hooks:
             setattr(self, name, ())
 
     def compile(self, manager: pluggy.PluginManager, order: Seq[str]) -> None:
-        """Take the implementations of the enabled plugins, given in calling order; tryfirst and trylast come before it."""
+        """Take the implementations of the enabled plugins, given in calling order; tryfirst and trylast outrank it."""
         rank = {plugin: i for i, plugin in enumerate(order)}
         tuples = {}
         for name in COMPILED:

@@ -21,7 +21,7 @@ from llamamg.slot import Slot
     name="seq-compact",
     summary="moves and places sequences so that busy slots have consecutive sequence ids",
     helps="several sessions that end at different times, one KV stream per slot",
-    hurts="prompts cached in idle slots that get moved; the step that moves a long sequence",
+    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap",
     guard=Guard.same_tokens(),
     toggle="step",
     effect="moves",
