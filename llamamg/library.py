@@ -65,7 +65,9 @@ def load(build: Path | None = None, *, log: LogCallback | None = None) -> Librar
     folder = find(build)
     if _loaded is not None:
         if _loaded.dir != folder:
-            raise RuntimeError(f"{_loaded.dir} is loaded already; one process can use one build, start another for {folder}")
+            raise RuntimeError(
+                f"{_loaded.dir} is loaded already; one process can use one build, start another for {folder}"
+            )
         return _loaded
     # libllamamg pulls in libllama and ggml by $ORIGIN; it comes first so that our log sink sees the backends load.
     mg = Abi(folder / "libllamamg.so")
@@ -91,7 +93,9 @@ def _import_llama_cpp(folder: Path) -> ModuleType:
     if loaded is not None:
         origin = Path(getattr(loaded, "_base_path", folder)).resolve()
         if origin != folder.resolve():
-            raise RuntimeError(f"llama_cpp was imported before with the library in {origin}; call llamamg.library.load first")
+            raise RuntimeError(
+                f"llama_cpp was imported before with the library in {origin}; call llamamg.library.load first"
+            )
         return loaded
     os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
     try:

@@ -1,0 +1,125 @@
+"""`llamamg doctor`: which library, patches, switches, devices and packages are in use here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import llamamg
+from llamamg import library
+from llamamg.native import cuda, toolchain
+
+PACKAGES = ("llama_cpp_python", "numpy", "cffi", "pluggy", "starlette", "uvicorn", "uvloop", "httptools", "orjson")
+CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `llamamg doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--build", type=Path, metavar="DIR", help="look at this build instead of the default one")
+
+
+def examine(build: Path | None = None) -> dict[str, Any]:
+    """Everything doctor knows, as JSON types. The library part holds `error` when none can be loaded."""
+    return {
+        "llamamg": llamamg.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu(),
+        "gpu_visible": cuda.gpu_visible(),
+        "library": _library(build),
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "cupy": next((f"{name} {_installed(name)}" for name in CUPY_PACKAGES if _installed(name)), None),
+    }
+
+
+def _library(build: Path | None) -> dict[str, Any]:
+    try:
+        loaded = library.load(build)
+    except (RuntimeError, OSError) as error:
+        return {"error": str(error)}
+    return {
+        "dir": str(loaded.dir),
+        "patched": loaded.patched,
+        "build": loaded.build_info,
+        "switches": [asdict(switch) for switch in loaded.mg.switches()],
+        "devices": [asdict(device) for device in loaded.mg.devices()],
+        "system_info": loaded.llama.llama_print_system_info().decode(),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    enabled = [flag[len("-DGGML_") : -len("=ON")] for flag in toolchain.cpu_flags() if flag.endswith("=ON")]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"n_threads": os.cpu_count(), "n_usable": usable, "features": enabled}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    lib, cpu = facts["library"], facts["cpu"]
+    features = " ".join(cpu["features"]) or "no vector features"
+    lines = [
+        f"llamamg    {facts['llamamg']}, Python {facts['python']}, {facts['system']}",
+        f"CPU        {cpu['n_usable']} of {cpu['n_threads']} threads usable; {features}",
+    ]
+    lines += [f"library    {lib['error']}"] if "error" in lib else _library_lines(lib)
+    missing = [name for name, version in facts["packages"].items() if version is None]
+    present = [f"{name} {version}" for name, version in facts["packages"].items() if version]
+    lines.append(f"packages   {', '.join(present)}")
+    if missing:
+        lines.append(f"missing    {', '.join(missing)}: run `llamamg build` and `pip install llamamg`")
+    lines.append(f"cupy       {facts['cupy'] or 'not installed; GPU plugins need the extra cuda12 or cuda13'}")
+    if facts["gpu_visible"] and "error" not in lib and all(d["type"] != "gpu" for d in lib["devices"]):
+        lines.append("warning    a GPU is visible but this build cannot use it: run `llamamg build --cuda`")
+    return "\n".join(lines)
+
+
+def _library_lines(lib: dict[str, Any]) -> list[str]:
+    built = lib["build"]
+    lines = [
+        f"library    {lib['dir']}",
+        f"           {'patched' if lib['patched'] else 'unpatched'} llama.cpp {built.get('llama.cpp', '?')}, "
+        f"llamamg commit {built.get('commit', '?')[:12]}, built {built.get('date', '?')}",
+    ]
+    lines += [f"patch      {patch['name']}: {patch['description']}" for patch in built.get("patches", [])]
+    for switch in lib["switches"]:
+        mark = "" if switch["value"] == switch["default"] else f" (default {switch['default']})"
+        lines.append(f"switch     {switch['name']} = {switch['value']}{mark}: {switch['description']}")
+    for i, device in enumerate(lib["devices"]):
+        free, total = device["memory_free"] / 2**30, device["memory_total"] / 2**30
+        lines.append(
+            f"device {i}   {device['name']} ({device['type']}), {device['description']}, "
+            f"{free:.1f} of {total:.1f} GiB free{', async' if device['asynchronous'] else ''}"
+        )
+    return lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """`llamamg doctor`. Exit status 1 when no library can be loaded."""
+    facts = examine(args.build)
+    print(json.dumps(facts, indent=1) if args.json else report(facts))
+    return 1 if "error" in facts["library"] else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="llamamg doctor", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
