@@ -1,0 +1,161 @@
+"""Options and variables of llama-server and its multi-GPU fork that mean plugins of this project, installed or not.
+
+An installed plugin declares its options itself and takes these names over; until then
+PluginSet says that it is missing.
+A value that asks for what happens without the plugin (`neutral`) is fine then.
+"""
+
+from __future__ import annotations
+
+from llamamg.options.option import Option, Status
+from llamamg.options.values import text
+
+SPEC = "Plugin spec (lookup speculation)"
+CACHE = "Plugin async-cache (prompts kept in memory)"
+GROUPS = "Plugin decode-groups (batches in flight across devices)"
+QSA = "Plugin qsa (sparse attention)"
+SWITCHES = "Native switches"
+
+
+def _value(
+    group: str,
+    target: str,
+    names: str,
+    help: str,
+    *,
+    env: str = "",
+    neutral: tuple[str, ...] = (),
+    example: str = "1",
+    metavar: str = "N",
+) -> Option:
+    """An option whose text goes to the plugin as typed."""
+    return Option(
+        names=tuple(names.split()),
+        target=f"plugin:{target}",
+        parse=text,
+        metavar=metavar,
+        env=env,
+        neutral=neutral,
+        help=help,
+        group=group,
+        example=example,
+        default="set by the plugin",
+    )
+
+
+def _variable(group: str, target: str, env: str, help: str, *, neutral: tuple[str, ...] = ()) -> Option:
+    """A variable of the fork that has no flag of llama-server's."""
+    return Option(
+        names=(), target=f"plugin:{target}", parse=text, env=env, neutral=neutral, help=help, group=group, example="2"
+    )
+
+
+def _ngram(kind: str) -> tuple[Option, ...]:
+    flag = f"--spec-ngram-{kind}"
+    return (
+        _value(SPEC, f"spec.ngram-{kind}-size-n", f"{flag}-size-n", f"{kind}: tokens that must match"),
+        _value(SPEC, f"spec.ngram-{kind}-size-m", f"{flag}-size-m", f"{kind}: tokens proposed"),
+        _value(SPEC, f"spec.ngram-{kind}-min-hits", f"{flag}-min-hits", f"{kind}: matches seen before it proposes"),
+    )
+
+
+OPTIONS = (
+    _value(
+        SPEC,
+        "spec.type",
+        "--spec-type",
+        "kinds of speculation, e.g. ngram-map-k4v; none is off",
+        env="LLAMA_ARG_SPEC_TYPE",
+        neutral=("none",),
+        example="ngram-map-k4v",
+        metavar="NAME,…",
+    ),
+    *_ngram("simple"),
+    *_ngram("map-k"),
+    *_ngram("map-k4v"),
+    _value(SPEC, "spec.ngram-mod-n-match", "--spec-ngram-mod-n-match", "mod: tokens that must match"),
+    _value(SPEC, "spec.ngram-mod-n-min", "--spec-ngram-mod-n-min", "mod: fewest tokens proposed"),
+    _value(SPEC, "spec.ngram-mod-n-max", "--spec-ngram-mod-n-max", "mod: most tokens proposed"),
+    _value(SPEC, "spec.draft-n-max", "--spec-draft-n-max", "most tokens drafted", env="LLAMA_ARG_SPEC_DRAFT_N_MAX"),
+    _value(SPEC, "spec.draft-n-min", "--spec-draft-n-min", "fewest tokens drafted", env="LLAMA_ARG_SPEC_DRAFT_N_MIN"),
+    _value(
+        SPEC,
+        "spec.draft-p-min",
+        "--draft-p-min --spec-draft-p-min",
+        "least probability of a drafted token",
+        env="LLAMA_ARG_SPEC_DRAFT_P_MIN",
+    ),
+    _value(
+        SPEC,
+        "spec.lookup-cache-static",
+        "-lcs --lookup-cache-static",
+        "file of n-gram counts, read only",
+        metavar="FILE",
+    ),
+    _value(
+        SPEC,
+        "spec.lookup-cache-dynamic",
+        "-lcd --lookup-cache-dynamic",
+        "file of n-gram counts, updated",
+        metavar="FILE",
+    ),
+    _variable(SPEC, "spec.max-users", "LLAMA_SERVER_SPEC_MAX_USERS", "no drafts while more users than this generate"),
+    _variable(SPEC, "spec.min-accept", "LLAMA_SERVER_SPEC_MIN_ACCEPT", "no drafts while fewer are accepted than this"),
+    _value(
+        CACHE,
+        "async-cache.ram",
+        "-cram --cache-ram",
+        "MiB of main memory for prompts that left their slot; 0 is off, -1 no limit "
+        "(llama-server takes 8192 by itself; without the plugin it is off)",
+        env="LLAMA_ARG_CACHE_RAM",
+        neutral=("0",),
+        example="8192",
+        metavar="MIB",
+    ),
+    Option(
+        names=("--cache-idle-slots",),
+        negatives=("--no-cache-idle-slots",),
+        env="LLAMA_ARG_CACHE_IDLE_SLOTS",
+        target="plugin:async-cache.idle-slots",
+        neutral=(False,),
+        default="set by the plugin",
+        help="save idle slots when another request starts",
+        group=CACHE,
+    ),
+    _variable(CACHE, "async-cache.stage-mb", "LLAMA_SERVER_XFER_STAGE_MB", "MiB of pinned memory for copies"),
+    _variable(CACHE, "async-cache.threads", "LLAMA_STATE_XFER_THREADS", "threads that copy"),
+    _variable(GROUPS, "decode-groups.groups", "LLAMA_SERVER_GROUPS", "groups of slots in flight", neutral=("0", "1")),
+    _variable(
+        GROUPS,
+        "decode-groups.pipeline",
+        "LLAMA_DECODE_PIPELINE",
+        "decode per sequence; the plugin does",
+        neutral=("0",),
+    ),
+    _variable(
+        GROUPS,
+        "decode-groups.cuda-graphs",
+        "GGML_CUDA_GRAPHS_FORCE",
+        "CUDA graphs for batches of a group",
+        neutral=("0",),
+    ),
+    _variable(QSA, "qsa.bias-device", "LLAMA_QSA_BIAS_DEVICE", "selection bias made on the device", neutral=("0",)),
+    _variable(QSA, "qsa.mask-device", "LLAMA_KQ_MASK_DEVICE", "attention mask made on the device", neutral=("0",)),
+    _variable(QSA, "qsa.compact-disable", "LLAMA_QSA_COMPACT_DISABLE", "no compact gather", neutral=("0",)),
+    Option(
+        names=(),
+        env="LLAMA_PIPELINE_PARALLEL",
+        target="switch:pipeline-parallel",
+        help="the same as --native-switch pipeline-parallel=1: prompts are pipelined over devices with -ot too",
+        group=SWITCHES,
+    ),
+    Option(
+        names=(),
+        env="LLAMA_ATTN_ROT_DISABLE",
+        parse=text,
+        status=Status.SUPPORTED,
+        help="read by libllama itself: 1 keeps keys and values unrotated in a quantized cache; passed through",
+        group=SWITCHES,
+        example="1",
+    ),
+)
