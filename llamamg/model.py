@@ -66,6 +66,8 @@ def load_model(library: Library, config: ModelConfig, progress: Callable[[float]
     params.load_mode = LOAD_MODES[config.load_mode]
     params.lazy_mode = LAZY_MODES[config.lazy_mode]
     params.check_tensors = config.check_tensors
+    params.use_extra_bufts = config.repack
+    params.no_host = config.no_host
     placement = Placement(library, config)
     placement.apply(params)
     if progress is not None:
@@ -118,7 +120,8 @@ def new_context(library: Library, model: Any, config: Config) -> Any:
     context = llama.llama_init_from_model(model, params)
     if not context:
         raise LoadError(
-            f"no context of {n_ctx} tokens could be made: try a smaller -c, a smaller -ub or a quantized cache (-ctk q8_0 -ctv q8_0 -fa on)"
+            f"no context of {n_ctx} tokens could be made: try a smaller -c, a smaller -ub, "
+            "or a quantized cache (-ctk q8_0 -ctv q8_0 -fa on)"
         )
     return context
 

@@ -12,6 +12,8 @@ from llamamg.library import Library
 
 # The expert tensors of a mixture, as llama-server's -cmoe means them.
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+DENSE = r"\.ffn_(up|down|gate)\."
+VALUE_TYPES = ("int", "float", "bool", "str")  # in the order of libllama's enum
 
 
 class _Override(ctypes.Structure):
@@ -22,7 +24,7 @@ class Placement:
     """Holds the arrays that libllama's model parameters point into; keep it alive until the model is loaded."""
 
     def __init__(self, library: Library, config: ModelConfig) -> None:
-        self._config = config
+        self._config, self._llama = config, library.llama
         self._ggml = _backend_functions(library)
         self._keep: list[Any] = []
         for endpoint in config.rpc:
@@ -32,12 +34,16 @@ class Placement:
         """Point `params` at the arrays."""
         params.devices = self._devices()
         params.tensor_buft_overrides = self._overrides()
+        params.kv_overrides = self._metadata()
         if self._config.tensor_split:
-            n_max = 16
+            n_max = self._llama.llama_max_devices()
+            if len(self._config.tensor_split) > n_max:
+                raise LoadError(
+                    f"--tensor-split has {len(self._config.tensor_split)} parts, there is room for {n_max} devices"
+                )
             split = (ctypes.c_float * n_max)(*self._config.tensor_split)
             self._keep.append(split)
             params.tensor_split = split
-        params.kv_overrides = None
 
     def names(self) -> list[str]:
         """Every device by name."""
@@ -74,6 +80,7 @@ class Placement:
         if c.cpu_moe:
             wanted.append((EXPERTS, "CPU"))
         wanted += [(rf"blk\.{i}{EXPERTS}", "CPU") for i in range(c.n_cpu_moe)]
+        wanted += [(rf"blk\.{i}{DENSE}", "CPU") for i in range(c.n_cpu_ffn)]
         if not wanted:
             return None
         types = self._buffer_types()
@@ -86,6 +93,32 @@ class Placement:
             array[i].pattern, array[i].buffer_type = text, types[name]
         self._keep.append(array)
         return ctypes.cast(array, ctypes.c_void_p)
+
+    def _metadata(self) -> Any:
+        wanted = self._config.override_kv
+        if not wanted:
+            return None
+        array = (self._llama.llama_model_kv_override * (len(wanted) + 1))()  # an empty key ends it
+        for entry, (key, kind, value) in zip(array, wanted, strict=False):
+            if kind not in VALUE_TYPES or len(key.encode()) > 127 or len(value.encode()) > 127:
+                raise LoadError(
+                    f"--override-kv {key}={kind}:{value}: the type is int, float, bool or str, key and value are short"
+                )
+            entry.key, entry.tag = key.encode(), VALUE_TYPES.index(kind)
+            try:
+                match kind:
+                    case "int":
+                        entry.value.val_i64 = int(value)
+                    case "float":
+                        entry.value.val_f64 = float(value)
+                    case "bool":
+                        entry.value.val_bool = value.lower() in ("true", "1", "on")
+                    case _:
+                        entry.value.val_str = value.encode()
+            except ValueError as error:
+                raise LoadError(f"--override-kv {key}={kind}:{value}: {value!r} is no {kind}") from error
+        self._keep.append(array)
+        return array
 
     def _add_rpc(self, endpoint: str) -> None:
         g = self._ggml
