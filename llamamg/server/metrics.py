@@ -1,0 +1,101 @@
+"""/metrics: the engine's counters as Prometheus text, under llama-server's names, and ours as `llamamg:`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llamamg.server.contract import EngineLike
+
+CONTENT_TYPE = b"text/plain; version=0.0.4"
+
+# name without _total -> (help, attribute of Stats)
+COUNTERS = {
+    "prompt_tokens": ("Prompt tokens computed, without those reused from the cache", "n_prompt_tokens"),
+    "prompt_tokens_cached": ("Prompt tokens reused from the cache", "n_prompt_cached"),
+    "prompt_seconds": ("Seconds spent on prompts", "prompt_s"),
+    "tokens_predicted": ("Tokens generated", "n_predicted"),
+    "tokens_predicted_seconds": ("Seconds spent on generation", "predicted_s"),
+    "n_decode": ("Calls of llama_decode", "n_decode"),
+    "spec_decode_num_draft_tokens": ("Speculation: tokens drafted", "n_draft"),
+    "spec_decode_num_accepted_tokens": ("Speculation: drafted tokens accepted", "n_draft_accepted"),
+    "spec_decode_num_drafts": ("Speculation: drafts verified", "n_drafts"),
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engine's statistics at each scrape. The rate gauges are means since the scrape before."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._before: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric but the one of `max_tokens_lines`."""
+        stats = self._engine.stats
+        for name, (text, attribute) in COUNTERS.items():
+            yield CounterMetricFamily(f"llamacpp:{name}", text, getattr(stats, attribute))
+        yield from self._rates(stats)
+        yield GaugeMetricFamily("llamacpp:requests_processing", "Requests in a slot", stats.n_requests_processing)
+        yield GaugeMetricFamily("llamacpp:requests_deferred", "Requests waiting for a slot", stats.n_requests_deferred)
+        busy = stats.n_busy_sum / max(stats.n_decode, 1)
+        yield GaugeMetricFamily("llamacpp:n_busy_slots_per_decode", "Mean number of busy slots per llama_decode", busy)
+        if stats.accepted_per_pos:
+            name = "llamacpp:spec_decode_num_accepted_tokens_per_pos"
+            per_position = CounterMetricFamily(name, "Accepted tokens by position in the draft", labels=["position"])
+            for position, n_accepted in enumerate(stats.accepted_per_pos):
+                per_position.add_metric([str(position)], n_accepted)
+            yield per_position
+        yield _histogram(
+            "llamamg:time_to_first_token_seconds", "From a request's arrival to its first token", stats.ttft
+        )
+        yield _histogram("llamamg:inter_token_latency_seconds", "Between two tokens of a sequence", stats.itl)
+        yield from self._plugins()
+
+    def _rates(self, stats: Any) -> Iterator[Metric]:
+        now = (stats.n_prompt_tokens, stats.prompt_s, stats.n_predicted, stats.predicted_s)
+        n_prompt, prompt_s, n_predicted, predicted_s = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        prompt_rate = n_prompt / prompt_s if prompt_s > 0 else 0.0
+        predicted_rate = n_predicted / predicted_s if predicted_s > 0 else 0.0
+        yield GaugeMetricFamily("llamacpp:prompt_tokens_seconds", "Mean prompt tokens per second", prompt_rate)
+        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean generated tokens per second", predicted_rate)
+
+    def _plugins(self) -> Iterator[Metric]:
+        effect = CounterMetricFamily("llamamg:plugin_effect", "What a plugin did, in its own unit", labels=["plugin"])
+        enabled = GaugeMetricFamily("llamamg:plugin_enabled", "1 while a plugin is on", labels=["plugin"])
+        for view in self._engine.plugins.views():
+            effect.add_metric([view.name], view.effect)
+            enabled.add_metric([view.name], float(view.enabled))
+        yield effect
+        yield enabled
+
+
+def _histogram(name: str, text: str, histogram: Any) -> HistogramMetricFamily:
+    total, buckets = 0, []
+    for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.sum)
+
+
+class Metrics:
+    """Renders /metrics."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(engine))
+        self.t_start = int(time.time())  # seconds since 1970
+
+    def text(self) -> bytes:
+        """The whole page."""
+        # llama-server calls this a counter without _total, which prometheus-client does not write.
+        name, n = "llamacpp:n_tokens_max", self._engine.stats.n_tokens_max
+        line = f"# HELP {name} Longest sequence seen, prompt and generation\n# TYPE {name} counter\n{name} {n}\n"
+        return line.encode() + generate_latest(self._registry)
