@@ -34,7 +34,7 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         raise LoadError(str(error)) from error
     try:
         config = plugins.configure(config, lib.mg.devices())
-        _connect_switches(lib, plugins)
+        _connect_switches(lib, plugins, config.native_switches)
     except PluginError as error:
         raise LoadError(str(error)) from error
     llama = lib.llama
@@ -126,16 +126,17 @@ def assemble(
     )
 
 
-def _connect_switches(lib: native.Library, plugins: PluginSet) -> None:
+def _connect_switches(lib: native.Library, plugins: PluginSet, given: Mapping[str, bool]) -> None:
     """Let plugins set native switches, now and at each toggle; what nobody names has its default."""
 
     def apply(wanted: Mapping[str, int]) -> None:
+        chosen = {**wanted, **given}  # the command line has the last word
         for switch in lib.mg.switches():
-            lib.mg.set_switch(switch.name, wanted.get(switch.name, switch.default))
+            lib.mg.set_switch(switch.name, int(chosen.get(switch.name, switch.default)))
 
     wanted = plugins.native_switches()
     known = {switch.name for switch in lib.mg.switches()}
-    for name in wanted:
+    for name in (*wanted, *given):
         if name not in known:
             raise LoadError(
                 f"the native switch {name} is not in this build: run `llamamg build`, or leave its plugin off"
