@@ -8,7 +8,7 @@ from llamamg.config import Config
 from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
-from llamamg.plugins import PluginError, Unavailable, plugin
+from llamamg.plugins import Options, PluginError, Unavailable, plugin
 from llamamg.request import FinishReason, Request, SamplingParams, Timings
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Slot
@@ -21,6 +21,7 @@ __all__ = [
     "Fail",
     "FinishReason",
     "Guard",
+    "Options",
     "Plan",
     "PluginError",
     "PrefixHit",

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llamamg.batch import StepState
-from llamamg.config import Config
-from llamamg.guard import Guard
-from llamamg.hookspecs import hookimpl
-from llamamg.plugins import Options, Unavailable, plugin
-from llamamg.sequence import Sequence
+from llamamg import Config, Guard, Options, Sequence, StepState, Unavailable, hookimpl, plugin
 
 
 @plugin(

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from llamamg.batch import StepState
-from llamamg.config import Config
-from llamamg.guard import Guard
-from llamamg.hookspecs import hookimpl
-from llamamg.plugins import Unavailable, plugin
-from llamamg.request import Request
-from llamamg.slot import Slot
+from llamamg import Config, Guard, Request, Slot, StepState, Unavailable, hookimpl, plugin
 
 
 @plugin(
