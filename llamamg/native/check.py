@@ -99,7 +99,8 @@ def compilation(pristine: Path, parsed: list[Patch], *, full: bool = False) -> l
 def _objects(folder: Path) -> dict[str, str]:
     """Source file -> object file, as CMake planned it."""
     entries = json.loads((folder / "compile_commands.json").read_text())
-    return {entry["file"]: entry["output"] for entry in entries}
+    outputs = (re.search(r" -o (\S+)", entry["command"]) for entry in entries)
+    return {entry["file"]: output[1] for entry, output in zip(entries, outputs, strict=True) if output}
 
 
 def _touched(objects: dict[str, str], before: dict[str, str], source: Path, patch: Patch) -> list[str]:

@@ -63,11 +63,10 @@ def verify(file: Path, sha256: str) -> None:
 
 
 def pip(*args: str) -> None:
-    """Run this environment's pip with its own progress display. Raises SetupError."""
+    """Run this environment's pip; its progress goes to stderr. Raises SetupError."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args]
     try:
-        code = subprocess.run(
-            [sys.executable, "-m", "pip", "--disable-pip-version-check", *args], check=False
-        ).returncode
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     except OSError as error:
         raise SetupError(f"cannot run {sys.executable} -m pip: {error}") from error
     if code != 0:

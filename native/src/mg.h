@@ -22,15 +22,15 @@ MG_API const char * mg_build_info(void);
 // ---- devices -------------------------------------------------------------------------------------------------------
 
 struct mg_device {
-    const char * name;         // "CUDA0", "CPU", "RPC0[host:port]"
-    const char * description;  // marketing name
-    const char * backend;      // registry the device came from
-    const char * device_id;    // PCI address, "" when there is none
-    int32_t      type;         // enum ggml_backend_dev_type
-    int32_t      is_async;        // 1: computes asynchronously
-    int32_t      has_events;       // 1: has events (with async: pipeline parallelism is possible)
-    uint64_t     memory_free;  // bytes
-    uint64_t     memory_total; // bytes
+    const char * name;          // "CUDA0", "CPU", "RPC0[host:port]"
+    const char * description;   // marketing name
+    const char * backend;       // registry the device came from
+    const char * device_id;     // PCI address, "" when there is none
+    int32_t      type;          // enum ggml_backend_dev_type
+    int32_t      is_async;      // 1: computes asynchronously
+    int32_t      has_events;    // 1: has events (with async: pipeline parallelism is possible)
+    uint64_t     memory_free;   // bytes
+    uint64_t     memory_total;  // bytes
 };
 
 MG_API int32_t mg_device_count(void);

@@ -14,16 +14,16 @@ int32_t mg_device_get(int32_t i, struct mg_device * out) {
             mg::set_error("there is no device " + std::to_string(i) + "; mg_device_count() says how many there are");
             return -1;
         }
-        ggml_backend_dev_t         dev = ggml_backend_dev_get(i);
-        ggml_backend_dev_props     props;
+        ggml_backend_dev_t     dev = ggml_backend_dev_get(i);
+        ggml_backend_dev_props props;
         ggml_backend_dev_get_props(dev, &props);
         out->name         = props.name;
         out->description  = props.description;
         out->backend      = ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev));
         out->device_id    = props.device_id ? props.device_id : "";
         out->type         = props.type;
-        out->is_async        = props.caps.async;
-        out->has_events       = props.caps.events;
+        out->is_async     = props.caps.async;
+        out->has_events   = props.caps.events;
         out->memory_free  = props.memory_free;
         out->memory_total = props.memory_total;
         return 0;

@@ -10,7 +10,8 @@ namespace mg {
 void set_error(std::string text);
 
 // Run f and return its value; on an exception keep its text and return failure.
-template <typename T, typename F> T guarded(const char * what, T failure, F && f) noexcept {
+template <typename T, typename F>
+T guarded(const char * what, T failure, F && f) noexcept {
     try {
         return f();
     } catch (const std::exception & e) {

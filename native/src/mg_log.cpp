@@ -40,7 +40,7 @@ int32_t mg_log_set(int32_t level, const char * path) {
             }
         }
         threshold.store(level, std::memory_order_relaxed);
-        // The old file stays open: another thread may be inside write_line with it, and this is called a few times at most.
+        // The old file stays open: another thread may be writing to it, and this is called a few times at most.
         sink.store(file, std::memory_order_release);
         llama_log_set(write_line, nullptr);
         return 0;

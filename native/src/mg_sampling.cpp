@@ -19,7 +19,8 @@ struct row {
 row read_row(llama_context * ctx, int32_t idx) {
     const float * logits = llama_get_logits_ith(ctx, idx);
     if (!logits) {
-        throw std::runtime_error("row " + std::to_string(idx) + " has no logits; was it decoded with logits requested?");
+        throw std::runtime_error("row " + std::to_string(idx) +
+                                 " has no logits; was it decoded with logits requested?");
     }
     return { logits, llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))) };
 }
@@ -140,7 +141,8 @@ int32_t sample_row(llama_context * ctx, llama_sampler * chain, llama_sampler * g
 }
 
 // The n best of n_all values, best first, lowest index on a tie: a bounded heap whose top is the worst one kept.
-template <typename Value> std::vector<std::pair<float, int32_t>> best_of(size_t n_all, int32_t n, Value && value) {
+template <typename Value>
+std::vector<std::pair<float, int32_t>> best_of(size_t n_all, int32_t n, Value && value) {
     const auto better = [](const std::pair<float, int32_t> & a, const std::pair<float, int32_t> & b) {
         return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
@@ -181,14 +183,14 @@ int32_t mg_sample_rows(void * ctx, int32_t n, void * const * chains, void * cons
 int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t idx, int32_t n_top, int32_t * out_ids,
                             float * out_probs, int32_t * out_token) {
     return mg::guarded("mg_sample_row_probs", -1, [&] {
-        *out_token             = -1;
-        const row r            = read_row((llama_context *) ctx, idx);
-        const auto cur         = sample(r, (llama_sampler *) chain, (llama_sampler *) grammar);
-        const int32_t id       = selected(cur);
-        const bool    weighted = chain && std::any_of(cur.data, cur.data + cur.size,
-                                                      [](const llama_token_data & c) { return c.p > 0.0f; });
+        *out_token        = -1;
+        const row     r   = read_row((llama_context *) ctx, idx);
+        const auto    cur = sample(r, (llama_sampler *) chain, (llama_sampler *) grammar);
+        const int32_t id  = selected(cur);
+        const bool    weighted =
+            chain && std::any_of(cur.data, cur.data + cur.size, [](const llama_token_data & c) { return c.p > 0.0f; });
         // A chain that ends greedily leaves no probabilities: all mass is on the token it chose.
-        const auto p = [&](size_t i) { return weighted ? cur.data[i].p : (cur.data[i].id == id ? 1.0f : 0.0f); };
+        const auto p   = [&](size_t i) { return weighted ? cur.data[i].p : (cur.data[i].id == id ? 1.0f : 0.0f); };
         const auto top = best_of(cur.size, weighted ? n_top : std::min(n_top, 1), p);
         for (size_t i = 0; i < top.size(); ++i) {
             out_ids[i]   = cur.data[top[i].second].id;

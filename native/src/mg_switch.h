@@ -23,9 +23,9 @@ MG_API int32_t mg_switch_value(enum mg_switch_id id);
 
 // For everybody else, by name or by position. On an unpatched tree the list is empty.
 MG_API int32_t      mg_switch_count(void);
-MG_API const char * mg_switch_name(int32_t i);         // NULL when i is out of range
-MG_API const char * mg_switch_description(int32_t i);  // NULL when i is out of range
-MG_API int32_t      mg_switch_default(int32_t i);      // 0 when i is out of range
+MG_API const char * mg_switch_name(int32_t i);                        // NULL when i is out of range
+MG_API const char * mg_switch_description(int32_t i);                 // NULL when i is out of range
+MG_API int32_t      mg_switch_default(int32_t i);                     // 0 when i is out of range
 MG_API int32_t      mg_switch_get(const char * name, int32_t * out);  // -1: no such switch
 MG_API int32_t      mg_switch_set(const char * name, int32_t value);  // -1: no such switch
 
