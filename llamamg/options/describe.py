@@ -34,11 +34,11 @@ def shown_default(option: Option) -> str:
     value: object = _DEFAULTS
     for name in option.target.split("."):
         value = getattr(value, name)
-    if isinstance(value, bool) and option.parse is None:
+    if option.parse is None:
         return ("on" if value else "off") if option.negatives else ""
     if isinstance(value, tuple):
         return ";".join(str(item) for item in value)
-    if value is None or value == "" or value == {} or isinstance(value, Path) or option.const == 5:
+    if value is None or value == "" or value == {} or isinstance(value, Path):
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
 

@@ -1,0 +1,249 @@
+"""What a model needs in memory, from the header of its file alone, so that a start that cannot work is refused before loading.
+
+The figures are lower bounds: nothing that would fit is refused. Weights that are mapped from the file live in the page
+cache, which the system can drop, so they are never a reason to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from llamamg.config import Config, ContextConfig
+from llamamg.errors import LoadError
+from llamamg.memory_shape import LayerShapes, padded
+from llamamg.model import is_unified, n_slots
+from llamamg.modelfile import TYPES, ModelHeader
+from llamamg.placement import EXPERTS
+
+CPU = "CPU"
+_ROW = {name: (per_block, block_bytes) for name, per_block, block_bytes in TYPES.values()}
+_F32 = 4
+
+
+class MemoryShortage(LoadError):
+    """The model or its context does not fit. The text is a sentence with what is needed and what there is, in GiB."""
+
+
+class DeviceMemory(Protocol):
+    """What is read of a device; `llamamg.abi.Device` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def memory_free(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Need:
+    """Bytes on one device."""
+
+    weights: int = 0
+    cache: int = 0  # keys and values
+    indexer: int = 0  # keys of a sparse attention's indexer
+    recurrent: int = 0  # states of recurrent layers
+    compute: int = 0  # an allowance
+
+    @property
+    def context(self) -> int:
+        return self.cache + self.indexer + self.recurrent + self.compute
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Bytes per device name; main memory is "CPU"."""
+
+    n_ctx: int
+    devices: dict[str, Need] = field(default_factory=dict)
+
+    def on(self, device: str) -> Need:
+        return self.devices.setdefault(device, Need())
+
+    @property
+    def total(self) -> Need:
+        """The sum over all devices."""
+        out = Need()
+        for need in self.devices.values():
+            for name in Need.__slots__:
+                setattr(out, name, getattr(out, name) + getattr(need, name))
+        return out
+
+
+def check_memory(
+    config: Config,
+    header: ModelHeader,
+    devices: Sequence[DeviceMemory] = (),
+    warn: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Compare what is needed with what is free on each device. Raises MemoryShortage.
+
+    `warn` gets a sentence when it will work, but slowly: weights larger than main memory.
+    """
+    needs = estimate(config, header, devices)
+    for device in devices:
+        need = needs.devices.get(device.name)
+        if (
+            need is not None
+            and device.name != CPU
+            and device.memory_free
+            and need.weights + need.context > device.memory_free
+        ):
+            raise MemoryShortage(
+                f"{device.name} has {_gib(device.memory_free)} free, but needs {_gib(need.weights + need.context)}: "
+                f"{_gib(need.weights)} of weights and {_gib(need.context)} for a context of {needs.n_ctx} tokens; "
+                "lower --ctx-size or --gpu-layers, or take a smaller --cache-type-k and --cache-type-v"
+            )
+    need = needs.on(CPU)
+    mapped = config.model.load_mode in ("auto", "mmap")
+    wanted = need.context + (0 if mapped else need.weights)
+    free, total = main_memory()
+    if wanted > free:
+        weights = "" if mapped else f" and {_gib(need.weights)} of weights (--load-mode {config.model.load_mode})"
+        raise MemoryShortage(
+            f"a context of {needs.n_ctx} tokens needs {_gib(need.context)} of main memory{weights}, but {_gib(free)} is free: "
+            "lower --ctx-size, or take a smaller --cache-type-k and --cache-type-v"
+        )
+    if need.weights + need.context > total:
+        warn(
+            f"the weights ({_gib(need.weights)}) and the context ({_gib(need.context)}) are larger than main memory "
+            f"({_gib(total)}): weights will be read from disk again and again"
+        )
+
+
+def estimate(config: Config, header: ModelHeader, devices: Sequence[DeviceMemory] = ()) -> Estimate:
+    """Bytes needed on each device for weights, context and computing."""
+    c = config.context
+    layers = LayerShapes(header)
+    place = _Placement(config, layers.n_layer, devices)
+    n_cells, n_streams, n_ctx = _cells(c, header)
+    out = Estimate(n_ctx)
+    for tensor in header.tensors:
+        out.on(place.weight(tensor.name)).weights += tensor.n_bytes
+    for layer in range(layers.n_layer):
+        need = out.on(place.cache(layer))
+        if layers.has_attention(layer):
+            cells = layers.cells(layer, n_cells, c, n_streams)
+            for kind, n_values in ((c.cache_type_k, layers.n_k(layer)), (c.cache_type_v, layers.n_v(layer))):
+                need.cache += n_streams * cells * _row_bytes(kind, n_values)
+            need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
+        if layers.is_recurrent(layer):
+            n_rows = n_slots(c) * (1 + c.n_rs_seq)
+            need.recurrent += n_rows * _F32 * layers.n_state(layer)
+    for device in out.devices:
+        out.devices[device].compute = _compute(c, header, n_cells)
+    return out
+
+
+def _cells(c: ContextConfig, header: ModelHeader) -> tuple[int, int, int]:
+    """Cells per stream, streams, and the context they make together."""
+    slots, unified = n_slots(c), is_unified(c)
+    n_ctx = c.n_ctx or int(header.get("context_length", 0)) * (1 if unified else slots)
+    if unified:
+        return padded(n_ctx), 1, n_ctx
+    return padded(max(1, n_ctx // slots)), slots, n_ctx
+
+
+def _row_bytes(kind: str, n_values: int) -> int:
+    per_block, block_bytes = _ROW[kind]
+    return -(-n_values // per_block) * block_bytes
+
+
+def _compute(c: ContextConfig, header: ModelHeader, n_cells: int) -> int:
+    """Least that a graph takes: logits of all outputs, the activations of a ubatch, and the attention mask (f16)."""
+    n_vocab = max((t.shape[1] for t in header.tensors if t.name in ("token_embd.weight", "output.weight")), default=0)
+    n_embd = int(header.get("embedding_length", 0))
+    n_outputs = c.n_outputs_max or min(n_slots(c) * (1 + c.n_draft_max), c.n_batch)
+    n_tokens = min(c.n_ubatch, c.n_batch)
+    attends = any(".attn_k" in t.name or ".attn_qkv" in t.name or ".attn_kv" in t.name for t in header.tensors)
+    return n_outputs * n_vocab * _F32 + 2 * n_tokens * n_embd * _F32 + (2 * n_tokens * n_cells if attends else 0)
+
+
+class _Placement:
+    """Which device gets a tensor or a layer's cache, as libllama spreads layers over devices."""
+
+    def __init__(self, config: Config, n_layer: int, devices: Sequence[DeviceMemory]) -> None:
+        m = config.model
+        self.n_layer, self.offload = n_layer, config.context.offload_kqv
+        self.devices = list(_gpus(config, devices))
+        n_gpu = n_layer + 1 if isinstance(m.n_gpu_layers, str) else min(m.n_gpu_layers, n_layer + 1)
+        self.first = n_layer + 1 - n_gpu if self.devices else n_layer + 1
+        parts = m.tensor_split[: len(self.devices)] or [float(device.memory_free) for device in self.devices]
+        parts = [*parts, *[0.0] * (len(self.devices) - len(parts))]
+        total = sum(parts) or 1.0
+        self.bounds = [bound / total for bound in accumulate(parts)]
+        self.overrides = [(re.compile(pattern), buffer) for pattern, buffer in _overrides(config)]
+
+    def weight(self, tensor: str) -> str:
+        for pattern, buffer in self.overrides:
+            if pattern.search(tensor):
+                return buffer
+        if tensor.startswith("blk."):
+            return self._device(int(tensor.split(".")[1]))
+        return self._device(self.n_layer) if tensor.startswith("output") else CPU
+
+    def cache(self, layer: int) -> str:
+        return self._device(layer) if self.offload else CPU
+
+    def _device(self, layer: int) -> str:
+        if layer < self.first or not self.devices:
+            return CPU
+        part = (layer - self.first) / max(1, self.n_layer + 1 - self.first)
+        return self.devices[min(bisect_right(self.bounds, part), len(self.devices) - 1)].name
+
+
+def _gpus(config: Config, devices: Sequence[DeviceMemory]) -> Iterator[DeviceMemory]:
+    """The devices that take layers, in order."""
+    m = config.model
+    found = {device.name: device for device in devices if device.type in ("gpu", "igpu")}
+    discrete = [device for device in found.values() if device.type == "gpu"]
+    chosen = (
+        (discrete or list(found.values()))
+        if m.devices is None
+        else [found[name] for name in m.devices if name in found]
+    )
+    if m.split_mode == "none":
+        chosen = chosen[m.main_gpu : m.main_gpu + 1]
+    yield from chosen
+
+
+def _overrides(config: Config) -> Iterator[tuple[str, str]]:
+    m = config.model
+    yield from m.override_tensor
+    if m.cpu_moe:
+        yield EXPERTS, CPU
+    yield from ((rf"blk\.{layer}{EXPERTS}", CPU) for layer in range(m.n_cpu_moe))
+    yield from ((rf"blk\.{layer}\.ffn_(up|down|gate)\.", CPU) for layer in range(m.n_cpu_ffn))
+
+
+def main_memory() -> tuple[int, int]:
+    """Bytes of main memory that can be had and that there are. Swap and droppable page cache count, a container's limit too."""
+    values = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    free, total = values["MemAvailable"] + values.get("SwapFree", 0), values["MemTotal"]
+    return min(free, _container_free(free)), total
+
+
+def _container_free(otherwise: int) -> int:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        if limit == "max":
+            return otherwise
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        used = int((root / "memory.current").read_text())
+        return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    except (OSError, ValueError):
+        return otherwise
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
