@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, Protocol
 
 import pluggy
 
@@ -17,6 +17,33 @@ from llamamg.plugins.options import Options, PluginOption
 
 GROUP = "llamamg"
 DISTRIBUTION = "llamamg"
+
+
+class Distribution(Protocol):
+    """The installed package behind an entry point."""
+
+    @property
+    def name(self) -> str:
+        """As in its metadata."""
+
+
+class EntryPoint(Protocol):
+    """What is used of `importlib.metadata.EntryPoint`."""
+
+    @property
+    def name(self) -> str:
+        """Left of the `=`."""
+
+    @property
+    def value(self) -> str:
+        """Right of the `=`."""
+
+    @property
+    def dist(self) -> Distribution | None:
+        """The package, if known."""
+
+    def load(self) -> Any:
+        """Import the module and take the class."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -13,7 +12,7 @@ import pluggy
 from llamamg.config import Config, PluginsConfig
 from llamamg.hooks import Hook, Hooks, trace_wanted
 from llamamg.plugins.declaration import PluginError, Unavailable
-from llamamg.plugins.discovery import Found, discover, new_manager
+from llamamg.plugins.discovery import EntryPoint, Found, discover, new_manager
 from llamamg.plugins.member import Member, text_of
 from llamamg.plugins.selection import conflict, declaration_of, select, unknown
 from llamamg.plugins.view import PluginView
