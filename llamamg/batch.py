@@ -70,11 +70,11 @@ class Plan:
     """The batches of one step. Plugins may split, move and reorder; `check` proves that no row was lost or changed."""
 
     batches: list[Batch] = field(default_factory=list)
-    _rows: list[tuple[Row, int, int, int]] = field(default_factory=list)
+    _rows: list[tuple[Row, Tokens | list[int], int, int, int]] = field(default_factory=list)
 
     def seal(self) -> Plan:
         """Remember the rows as the scheduler chose them."""
-        self._rows = [(row, len(row), row.pos0, row.n_logits) for batch in self.batches for row in batch.rows]
+        self._rows = [(row, row.tokens, len(row), row.pos0, row.n_logits) for batch in self.batches for row in batch.rows]
         return self
 
     def split(self, batch: Batch, groups: Seq[Seq[Row]]) -> list[Batch]:
@@ -101,8 +101,9 @@ class Plan:
         have = {id(row): row for batch in self.batches for row in batch.rows}
         if sum(len(batch.rows) for batch in self.batches) != len(self._rows) or len(have) != len(self._rows):
             raise PlanError("a row was added, lost or put into two batches")
-        for row, n, pos0, n_logits in self._rows:
-            if id(row) not in have or (len(row), row.pos0, row.n_logits) != (n, pos0, n_logits):
+        for row, tokens, n, pos0, n_logits in self._rows:
+            same = row.tokens is tokens and (len(row), row.pos0, row.n_logits) == (n, pos0, n_logits)
+            if id(row) not in have or not same:
                 raise PlanError("a row's tokens, position or outputs were changed")
         if any(batch.n_tokens > n_batch for batch in self.batches):
             raise PlanError(f"a batch has more than n_batch = {n_batch} tokens")

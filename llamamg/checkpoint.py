@@ -63,17 +63,17 @@ class CheckpointPolicy:
         if data is None:
             return
         kept = self._thinned(slot.checkpoints, request_id)
-        kept = [c for c in kept if c.n_tokens != n_tokens][-(self.n_max - 1) :] if self.n_max > 1 else []
+        kept = [c for c in kept[max(0, len(kept) - self.n_max + 1) :] if c.n_tokens != n_tokens]
         kept.append(Checkpoint(n_tokens, pos_min, pos_max, request_id, data))
         slot.checkpoints = kept
 
     def _thinned(self, checkpoints: list[Checkpoint], request_id: int) -> list[Checkpoint]:
-        """A full list loses those of older requests that lie close behind another."""
-        if len(checkpoints) + 1 < self.n_max:
-            return list(checkpoints)
+        """A full list loses those of older requests that lie close behind another, the earliest first, until there is room."""
         kept: list[Checkpoint] = []
+        n_over = len(checkpoints) + 2 - self.n_max
         for c in checkpoints:
-            if kept and c.request_id != request_id and c.n_tokens <= kept[-1].n_tokens + self.min_step:
+            if n_over > 0 and kept and c.request_id != request_id and c.n_tokens <= kept[-1].n_tokens + self.min_step:
+                n_over -= 1
                 continue
             kept.append(c)
         return kept
