@@ -113,12 +113,9 @@ class Admission:
         """Prepare the slot's memory for the prompt; how many of its tokens need not be computed again."""
         n_past = slot.tokens.common_prefix(request.prompt) if request.cache_prompt else 0
         if self._calls.hooks.find_prefix and request.cache_prompt:
-            hit: PrefixHit | None = self._calls.first("find_prefix", request, slot)
-            if hit is not None and n_past < hit.n_tokens <= len(request.prompt) and hit.ready():
-                hit.restore(slot)
-                slot.tokens.keep(0)
-                slot.tokens.extend(request.prompt[: hit.n_tokens])
-                n_past = hit.n_tokens
+            # Restoring is the plugin's code too, so it runs where a mistake costs only the plugin.
+            self._calls.first("find_prefix", request, slot, check=lambda hit: self._restore(hit, slot, request, n_past))
+            n_past = slot.tokens.common_prefix(request.prompt)
         n_past = self._checkpoints.rewind(slot, n_past, len(request.prompt))
         if n_past == len(request.prompt) and n_past > 0:
             n_past -= 1  # at least one token must be computed, or there are no logits to sample from
@@ -127,6 +124,23 @@ class Admission:
             slot.checkpoints = []
             n_past = 0
         return n_past
+
+    def _restore(self, hit: PrefixHit, slot: Slot, request: Request, n_past: int) -> str | None:
+        """Put stored state into the slot if it is more than the slot has; a sentence when the hit is wrong."""
+        if hit.n_tokens > len(request.prompt):
+            return f"it claims {hit.n_tokens} tokens of a prompt of {len(request.prompt)}"
+        if hit.n_tokens <= n_past or not hit.ready():
+            return None
+        slot.checkpoints = [c for c in slot.checkpoints if c.n_tokens <= n_past]
+        slot.tokens.keep(0)
+        try:
+            hit.restore(slot)
+        except Exception:
+            self._kv.remove(slot.seq_id, -1, -1)
+            slot.checkpoints = []
+            raise
+        slot.tokens.extend(request.prompt[: hit.n_tokens])
+        return None
 
 
 def least_recently_used(idle: Seq[Slot]) -> Slot:

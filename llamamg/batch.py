@@ -74,7 +74,9 @@ class Plan:
 
     def seal(self) -> Plan:
         """Remember the rows as the scheduler chose them."""
-        self._rows = [(row, row.tokens, len(row), row.pos0, row.n_logits) for batch in self.batches for row in batch.rows]
+        self._rows = [
+            (row, row.tokens, len(row), row.pos0, row.n_logits) for batch in self.batches for row in batch.rows
+        ]
         return self
 
     def split(self, batch: Batch, groups: Seq[Seq[Row]]) -> list[Batch]:

@@ -65,7 +65,7 @@ def walk_like_llama_server(rules: CheckpointPolicy, seq: Any) -> list[tuple[int,
         wanted = wanted and begin > 0
         wanted = wanted and (not kept or begin == last_start or near_end or begin > kept[-1] + rules.min_step)
         if wanted:
-            kept = [k for k in kept if k != begin][-(rules.n_max - 1) :] + [begin]
+            kept = [*[k for k in kept if k != begin][-(rules.n_max - 1) :], begin]
         chunks.append((begin, done, wanted))
     return chunks
 
