@@ -123,7 +123,7 @@ OPTIONS = (
         "--dry-penalty-last-n",
         "dry_penalty_last_n",
         integer(0, also=(-1,)),
-        "64",
+        "128",
         "tokens the DRY penalty looks at; -1 is the context, 0 off",
     ),
     Option(

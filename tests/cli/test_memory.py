@@ -1,0 +1,148 @@
+"""The memory estimate against what libllama allocates, and its verdicts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamamg import memory
+from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.library import Library
+from llamamg.memory import MemoryShortage, check_memory, estimate
+from llamamg.model import load_model, new_context
+from llamamg.modelfile import ModelHeader, TensorInfo, open_model
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass
+class Gpu:
+    name: str
+    memory_free: int
+    type: str = "gpu"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        ContextConfig(n_ctx=4096, n_parallel=2),
+        ContextConfig(n_ctx=3000, n_parallel=3, cache_type_k="q8_0", cache_type_v="q4_0", flash_attn="on"),
+        ContextConfig(n_ctx=1024, n_parallel=4, kv_unified=True, n_ubatch=64),
+    ],
+    ids=["f16", "quantized", "unified"],
+)
+@pytest.mark.parametrize("model", ["micro_model", "smol_model"])
+def test_estimate_is_what_libllama_allocates(
+    model: str, context: ContextConfig, library: Library, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    config = Config(ModelConfig(path, devices=()), replace(context, n_threads=1, n_threads_batch=1))
+    log = tmp_path / "log"
+    library.mg.set_log("info", log)
+    handle = load_model(library, config.model)
+    made = new_context(library, handle, config)
+    library.llama.llama_free(made)
+    library.llama.llama_model_free(handle)
+    library.mg.set_log("warn")
+    text = log.read_text()
+
+    def mib(pattern: str) -> float:
+        return sum(float(size) for size in re.findall(pattern + r" buffer size = +([\d.]+) MiB", text))
+
+    need = estimate(config, open_model(path)).total
+    measured = mib("KV")
+    assert measured > 0
+    assert (need.cache + need.indexer) / MIB == pytest.approx(measured, rel=0.01)
+    assert need.recurrent / MIB == pytest.approx(mib("RS"), rel=0.02, abs=0.01)
+    assert need.weights / MIB == pytest.approx(mib("(?:Mapped|CPU) model"), rel=0.01)
+    assert 0 < need.compute / MIB <= mib("compute") + mib("output")  # a lower bound
+
+
+def header(n_layer: int = 8, n_ctx: int = 4096) -> ModelHeader:
+    """A model of `n_layer` layers of 100 MiB; a cell takes 4 KiB per layer at f16 (8 heads of 128)."""
+    keys = {"block_count": n_layer, "embedding_length": 1024, "context_length": n_ctx}
+    heads = {"attention.head_count": 8, "attention.head_count_kv": 8}
+    tensors = [TensorInfo("token_embd.weight", (1024, 1000), "f16", 50 * MIB)]
+    for layer in range(n_layer):
+        tensors.append(TensorInfo(f"blk.{layer}.attn_k.weight", (1024, 1024), "f16", 40 * MIB))
+        tensors.append(TensorInfo(f"blk.{layer}.ffn_up_exps.weight", (1024, 1024), "f16", 60 * MIB))
+    tensors.append(TensorInfo("output.weight", (1024, 1000), "f16", 50 * MIB))
+    metadata = {"general.architecture": "x", **{f"x.{key}": value for key, value in {**keys, **heads}.items()}}
+    return ModelHeader((Path("x"),), metadata, tuple(tensors))
+
+
+def config(model: dict[str, Any] | None = None, **context: Any) -> Config:
+    return Config(ModelConfig(Path("x"), **(model or {})), ContextConfig(**{"n_ctx": 4096, "n_parallel": 1, **context}))
+
+
+def test_context_comes_from_the_model_when_not_given() -> None:
+    assert estimate(config(n_ctx=0), header(n_ctx=512)).n_ctx == 512
+    assert estimate(config(n_ctx=0), header(n_ctx=512)).total.cache == 8 * 512 * 4096
+
+
+def test_layers_go_to_devices_as_split() -> None:
+    gpus = [Gpu("G0", GIB), Gpu("G1", 3 * GIB)]
+    needs = estimate(config(), header(), gpus).devices
+    weights = {name: need.weights // MIB for name, need in needs.items()}
+    assert weights == {"CPU": 50, "G0": 300, "G1": 550}
+    assert needs["G0"].cache == 3 * 4096 * 4096
+    half = estimate(config({"tensor_split": (1.0, 1.0)}), header(), gpus).devices
+    assert half["G0"].weights // MIB == 500
+    four = estimate(config({"n_gpu_layers": 5}), header(), gpus[:1]).devices
+    assert (four["CPU"].weights // MIB, four["G0"].weights // MIB) == (450, 450)
+    assert four["G0"].cache == 4 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("model", "on_cpu"),
+    [
+        ({"devices": ()}, 900),
+        ({"n_gpu_layers": 0}, 900),
+        ({"cpu_moe": True}, 50 + 8 * 60),
+        ({"n_cpu_moe": 2}, 50 + 2 * 60),
+        ({"override_tensor": (("attn_k", "CPU"),)}, 50 + 8 * 40),
+        ({"override_tensor": ((r"blk\.[01]\.", "CPU"),)}, 50 + 2 * 100),
+    ],
+)
+def test_placement_options(model: dict[str, Any], on_cpu: int) -> None:
+    needs = estimate(config(model), header(), [Gpu("G0", 8 * GIB)]).devices
+    assert needs["CPU"].weights // MIB == on_cpu
+
+
+def test_too_small_a_device_is_said_with_figures() -> None:
+    with pytest.raises(MemoryShortage) as shortage:
+        check_memory(config(), header(), [Gpu("CUDA0", 512 * MIB)])
+    sentence = str(shortage.value)
+    assert "CUDA0 has 0.50 GiB free, but needs 0.9" in sentence
+    assert "0.83 GiB of weights" in sentence
+    assert "4096 tokens" in sentence
+    check_memory(config(), header(), [Gpu("CUDA0", 2 * GIB)])
+
+
+def test_too_large_a_context_is_said_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "main_memory", lambda: (GIB, 2 * GIB))
+    with pytest.raises(
+        MemoryShortage, match=r"a context of 65536 tokens needs 2\.\d\d GiB of main memory, but 1\.00 GiB is free"
+    ):
+        check_memory(config(n_ctx=65536), header())
+    check_memory(config(n_ctx=8192), header())
+
+
+def test_mapped_weights_never_refuse_but_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "main_memory", lambda: (200 * MIB, 500 * MIB))
+    said: list[str] = []
+    check_memory(config(n_ctx=1024), header(), warn=said.append)
+    assert len(said) == 1
+    assert "larger than main memory" in said[0]
+    with pytest.raises(MemoryShortage, match=r"0\.88 GiB of weights \(--load-mode none\)"):
+        check_memory(config({"load_mode": "none"}, n_ctx=1024), header())
+
+
+def test_main_memory_is_that_of_this_machine() -> None:
+    free, total = memory.main_memory()
+    assert free > 0
+    assert total == int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
