@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([view.json() for view in views], indent=2, ensure_ascii=False))
     else:
-        print(table(views, shutil.get_terminal_size((100, 24)).columns))
-        print(legend(views))
+        parts = (table(views, shutil.get_terminal_size((100, 24)).columns), legend(views))
+        print("\n".join(part for part in parts if part))
     return 0
 
 
