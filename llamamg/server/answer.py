@@ -38,6 +38,7 @@ class Part:
     prompt: Prompt
     sampling: SamplingParams
     request_id: int = -1
+    ended: bool = False  # the engine has said its last word about it
     finished: Finished | None = None
     head: bytes = b""  # begins each of its chunks
     role_sent: bool = False

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 
@@ -127,6 +128,8 @@ class App:
             await call.error(error)
         except ClientGone:
             return
+        except HTTPException:  # from the static files
+            await call.error(file_not_found())
         except Exception:
             traceback.print_exc()
             await call.error(ApiError(500, "The server failed to answer; its log has the details."))

@@ -54,6 +54,7 @@ class Exchange:
         elif kind is Finished:
             self._finish(part, event)  # type: ignore[arg-type]
         elif isinstance(event, Failed):
+            part.ended = True
             self.fail(ApiError(event.code, event.message, event.type, event.extra))
         elif writer is not None:
             self._start(writer)
@@ -66,7 +67,7 @@ class Exchange:
             writer.start(200, self._headers + SSE_HEADERS)
 
     def _finish(self, part: Part, event: Finished) -> None:
-        part.finished = event
+        part.finished, part.ended = event, True
         self._n_open -= 1
         if self.writer is not None:
             self._start(self.writer)
@@ -116,7 +117,7 @@ class Exchanges:
     def remove(self, exchange: Exchange, engine: EngineLike) -> None:
         """Forget an exchange; parts that have not ended are cancelled in the engine."""
         for part in exchange.parts:
-            if self._by_id.pop(part.request_id, None) is not None and part.finished is None:
+            if self._by_id.pop(part.request_id, None) is not None and not part.ended:
                 engine.cancel(part.request_id)
 
     def deliver(self, pairs: list[tuple[int, Event]]) -> None:
