@@ -20,6 +20,7 @@ from llamamg import Config, Guard, Request, Slot, StepState, Unavailable, hookim
     toggle="step",
     effect="moves",
     cli_switches=("--seq-compact", "--no-seq-compact"),
+    cli_env="LLAMA_ARG_SEQ_COMPACT",
 )
 class SeqCompact:
     """Repairs gaps when the set of busy slots changes; avoids new ones when a request has no cached prefix to go to."""

@@ -15,13 +15,15 @@ def declared_options(found: Mapping[str, Found]) -> list[Option]:
         options += _rows(declared)
     flags: dict[str, list[str]] = {}
     for switch in plugin_switches(found):
-        flags.setdefault(switch.plugin, ["", ""])[0 if switch.enable else 1] = switch.flag
-    for name, (on, off) in flags.items():
+        row = flags.setdefault(switch.plugin, ["", "", switch.env])
+        row[0 if switch.enable else 1] = switch.flag
+    for name, (on, off, env) in flags.items():
         options.append(
             Option(
                 names=(on,),
                 negatives=(off,),
                 target=f"toggle:{name}",
+                env=env,
                 default="on where it applies",
                 help=f"enable or disable the plugin {name}",
                 group=_group(name),

@@ -37,6 +37,7 @@ class PluginDeclaration:
     conflicts: tuple[str, ...] = ()
     effect: str = "calls"  # the unit of the effect counter
     cli_switches: tuple[str, str] | None = None  # flags that mean --enable NAME and --disable NAME
+    cli_env: str = ""  # the variable that stands for them
 
 
 def plugin(
@@ -51,6 +52,7 @@ def plugin(
     conflicts: tuple[str, ...] = (),
     effect: str = "calls",
     cli_switches: tuple[str, str] | None = None,
+    cli_env: str = "",
 ) -> Callable[[T], T]:
     """Declare a class as a plugin; its instances count in the int attribute `effect` what they really did.
 
@@ -64,7 +66,7 @@ def plugin(
         if isinstance(value, str):
             raise ValueError(f"plugin {name}: {field} must be a tuple of names, like ({value!r},)")
     declaration = PluginDeclaration(
-        name, summary, helps, hurts, guard, toggle, tuple(requires), tuple(conflicts), effect, cli_switches
+        name, summary, helps, hurts, guard, toggle, tuple(requires), tuple(conflicts), effect, cli_switches, cli_env
     )
 
     def declare(cls: T) -> T:

@@ -153,6 +153,7 @@ class PluginSwitch:
     plugin: str
     flag: str
     enable: bool
+    env: str = ""
 
 
 def plugin_switches(found: Mapping[str, Found] | None = None) -> list[PluginSwitch]:
@@ -162,5 +163,6 @@ def plugin_switches(found: Mapping[str, Found] | None = None) -> list[PluginSwit
     for name, entry in entries.items():
         if entry.declaration is not None and entry.declaration.cli_switches is not None:
             on, off = entry.declaration.cli_switches
-            switches += [PluginSwitch(name, on, True), PluginSwitch(name, off, False)]
+            env = entry.declaration.cli_env
+            switches += [PluginSwitch(name, on, True, env), PluginSwitch(name, off, False, env)]
     return switches

@@ -131,8 +131,9 @@ def test_where_it_applies(context: dict[str, Any], reason: str | None) -> None:
 
 
 def test_the_forks_flags_are_declared() -> None:
-    flags = {(s.flag, s.enable) for s in plugin_switches() if s.plugin == "seq-compact"}
-    assert flags == {("--seq-compact", True), ("--no-seq-compact", False)}
+    flags = {(s.flag, s.enable, s.env) for s in plugin_switches() if s.plugin == "seq-compact"}
+    env = "LLAMA_ARG_SEQ_COMPACT"
+    assert flags == {("--seq-compact", True, env), ("--no-seq-compact", False, env)}
 
 
 # ---- in the engine
