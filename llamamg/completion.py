@@ -63,7 +63,7 @@ class Completion:
             sequence.last_token = token
             n_used += 1
             text += sequence.text.push(self._piece(sequence, token))
-            reason = self._end(sequence, token, now)
+            reason = self._end(sequence, token, now, n_held=len(sequence.slot.tokens) - len(output.tokens) + n_used)
             if reason is not None:
                 break
         request, n_unused = sequence.request, len(output.tokens) - n_used
@@ -105,21 +105,25 @@ class Completion:
         itl.add(gap)
         t.predicted_ms = 1e3 * (now - sequence.t_prompt)
 
-    def _end(self, sequence: Sequence, token: int, now: float) -> FinishReason | None:
+    def _end(self, sequence: Sequence, token: int, now: float, *, n_held: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, if it does; `n_held` tokens were in the cache when it was sampled."""
         request, text = sequence.request, sequence.text
         if text.stopped:
             return FinishReason.WORD
+        is_full = n_held + 1 >= self.n_ctx_slot
+        if is_full and not self._context_shift:
+            sequence.truncated = True
         if self._vocab.is_eog(token):
             return FinishReason.EOS
-        if len(sequence.slot.tokens) + 1 >= self.n_ctx_slot and not self._shift(sequence):
-            sequence.truncated = True
-            return FinishReason.LIMIT
         if sequence.n_predict >= 0 and sequence.n_decoded >= sequence.n_predict:
             return FinishReason.LIMIT
         over_time = request.t_max_predict_ms > 0 and 1e3 * (now - sequence.t_prompt) > request.t_max_predict_ms
         if over_time and text.has_new_line:
             return FinishReason.LIMIT
         if request.n_indent > 0 and text.has_new_line and _indent_broken(text.text, request.n_indent):
+            return FinishReason.LIMIT
+        if is_full and not self._shift(sequence):
+            sequence.truncated = True
             return FinishReason.LIMIT
         return None
 

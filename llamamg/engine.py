@@ -29,6 +29,7 @@ from llamamg.vocab import Vocabulary
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]
 IDLE_WAIT_S = 5.0
+STOPPING = Failed(503, "unavailable_error", "the server is shutting down")
 
 
 class Engine:
@@ -65,6 +66,8 @@ class Engine:
         self._recovery = Recovery(scheduler, calls, self._pending)
         self._thread = threading.Thread(target=self._run, name="llamamg-engine", daemon=True)
         self._stop_at: float | None = None
+        self._ended = False
+        self._post_lock = threading.Lock()  # nothing gets into the inbox once nobody will look there
 
     # -- from any thread
 
@@ -74,26 +77,34 @@ class Engine:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Turn queued requests away, let running ones end or cut them after `timeout_s`, and free the context."""
-        self._inbox.put(lambda: self._begin_stop(time.monotonic() + timeout_s))
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s + 5.0)
+        if self._thread.ident is None:
+            self._end()
+            return
+        self._post(lambda: self._begin_stop(time.monotonic() + timeout_s))
+        self._thread.join(timeout_s + 5.0)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its events come through `deliver`. The sampler is built here, on the caller's thread."""
+        """Queue a request; its events come through `deliver`. The sampler is built here, on the caller's thread.
+
+        Once the engine has ended, the request fails at once: that event is delivered on the caller's thread.
+        """
         failed = self._refuse(request)
         if failed is None:
             try:
                 waiting = Waiting(request, self._new_sampler(request))
-                self._inbox.put(lambda: self.scheduler.submit(waiting))
+                if not self._post(lambda: self._arrive(waiting)):
+                    waiting.sampler.close()
+                    self.deliver([(request.id, STOPPING)])
                 return
             except SamplerError as error:
                 failed = Failed(400, "invalid_request_error", str(error))
         refusal = failed
-        self._inbox.put(lambda: self.scheduler.outbox.append((request.id, refusal)))
+        if not self._post(lambda: self.scheduler.outbox.append((request.id, refusal))):
+            self.deliver([(request.id, refusal)])
 
     def cancel(self, request_id: int) -> None:
         """Forget a request, queued or running; no event of it follows the next step."""
-        self._inbox.put(lambda: self.scheduler.cancel(request_id))
+        self._post(lambda: self.scheduler.cancel(request_id))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run `function` on the engine thread between two steps."""
@@ -106,7 +117,8 @@ class Engine:
                 except BaseException as error:
                     future.set_exception(error)
 
-        self._inbox.put(run)
+        if not self._post(run):
+            future.set_exception(RuntimeError("the engine has stopped"))
         return future
 
     def slot_views(self) -> list[SlotView]:
@@ -126,6 +138,12 @@ class Engine:
     def alive(self) -> bool:
         """Whether the loop runs."""
         return self._thread.is_alive()
+
+    def _post(self, message: Callable[[], None]) -> bool:
+        with self._post_lock:
+            if not self._ended:
+                self._inbox.put(message)
+            return not self._ended
 
     def _refuse(self, request: Request) -> Failed | None:
         n = len(request.prompt)
@@ -201,20 +219,33 @@ class Engine:
             raise
         finally:
             self.plugins.stop()
-            self._emit()
+            self._end()
+
+    def _end(self) -> None:
+        with self._post_lock:
+            first, self._ended = not self._ended, True
+        if first:
+            self._fail_all(STOPPING)  # what came in after the last step
             self.runner.close()
             self._close()
 
+    def _arrive(self, waiting: Waiting) -> None:
+        if self._stop_at is None and not self._ended:
+            self.scheduler.submit(waiting)
+        else:
+            waiting.sampler.close()
+            self.scheduler.outbox.append((waiting.request.id, STOPPING))
+
     def _begin_stop(self, deadline: float) -> None:
         self._stop_at = deadline
-        self.scheduler.fail_waiting(Failed(503, "unavailable_error", "the server is shutting down"))
+        self.scheduler.fail_waiting(STOPPING)
 
     def _is_over(self) -> bool:
         if self._stop_at is None:
             return False
         if self.scheduler.running and time.monotonic() < self._stop_at:
             return False
-        self._fail_all(Failed(503, "unavailable_error", "the server is shutting down"))
+        self._fail_all(STOPPING)
         return True
 
     def _fail_all(self, failed: Failed) -> None:

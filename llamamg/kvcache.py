@@ -28,7 +28,8 @@ class KVCache:
         self._memory = llama.llama_get_memory(context)
         self.n_swa = n_swa
         self.can_shift = bool(llama.llama_memory_can_shift(self._memory))
-        if llama.llama_n_rs_seq(context) > 0:
+        self.n_rs_seq: int = llama.llama_n_rs_seq(context)  # tokens a recurrent state can go back
+        if self.n_rs_seq > 0:
             self.removal = Removal.BOUNDED
         else:
             self.removal = Removal.FULL if is_recurrent else Removal.PART

@@ -22,7 +22,12 @@ class Recovery:
 
     def alive(self, batch: Batch) -> bool:
         """Drop rows whose sequence has ended since they were planned; False when none is left."""
-        if any(row.sequence.state is SequenceState.FINISHED for row in batch.rows):
+        ended = [row for row in batch.rows if row.sequence.state is SequenceState.FINISHED]
+        if ended:
+            for row in ended:
+                row.sequence.slot.tokens.keep(
+                    row.pos0
+                )  # planned, and never to be computed: the slot must not claim them
             batch.rows = [row for row in batch.rows if row.sequence.state is not SequenceState.FINISHED]
         return bool(batch.rows)
 
@@ -34,6 +39,8 @@ class Recovery:
         """Decide what happens to a batch that was not computed."""
         decision = self._calls.first("batch_failed", batch, error) if self._calls.hooks.batch_failed else None
         self._scheduler.stats.n_kv_retries += 1
+        if not isinstance(error, KVFull) and not self._undo(batch, error):
+            return
         if isinstance(decision, Fail):
             self._fail(batch, error)
         elif isinstance(decision, Retry):
@@ -44,6 +51,13 @@ class Recovery:
             self._pending.appendleft(batch)
         else:
             self._again(batch, error, 2)
+
+    def _undo(self, batch: Batch, error: BatchError) -> bool:
+        """Some of a batch may have been computed before the error: take it back, or fail those who cannot go back."""
+        lost = [row for row in batch.rows if not self._scheduler.take_back(row)]
+        if lost:
+            self._fail(Batch(lost), error)
+        return self.alive(batch)
 
     def _again(self, batch: Batch, error: BatchError, n_parts: int) -> None:
         was_retry = id(batch) in self._retried

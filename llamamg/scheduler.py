@@ -49,7 +49,7 @@ class Scheduler:
         self._checkpoints, self._arranger, self._quarantine = checkpoints, arranger, quarantine
         self._n_batch = n_batch
         # A hybrid's state cannot lose the rejected end of a draft unless the context keeps n_rs_seq snapshots.
-        self._n_draft_max = 0 if kv.removal is Removal.FULL else n_draft_max
+        self._n_draft_max = n_draft_max if kv.removal is Removal.PART else min(n_draft_max, kv.n_rs_seq)
         self._running: dict[int, Sequence] = {}
         self._busy_changed = False
 
@@ -93,6 +93,11 @@ class Scheduler:
         slot.tokens.keep(0)
         slot.checkpoints = []
 
+    def take_back(self, row: Row) -> bool:
+        """Remove what a failed batch left of a row in the cache; False when the sequence cannot be cut there."""
+        seq_id = row.sequence.slot.seq_id
+        return self._kv.pos_max(seq_id) < row.pos0 or self._kv.remove(seq_id, row.pos0, -1)
+
     def clear_idle(self) -> bool:
         """Give up the cached tokens of the idle slot unused for the longest time; False when none has any."""
         idle = [slot for slot in self.slots if not slot.busy and len(slot.tokens)]
@@ -129,6 +134,8 @@ class Scheduler:
         state = self._refresh()
         if self._busy_changed and self._calls.hooks.arrange_slots:
             self._arranger.arrange(state)
+            for sequences in (state.decoding, state.prefilling):
+                sequences.sort(key=_by_seq_id)  # the moves changed their ids
         self._busy_changed = False
         if self._admission.queue:
             self._admit(state)

@@ -71,7 +71,7 @@ class FakeKV(KVCache):
 
     def __init__(self, n_seq: int, *, hybrid: bool = False) -> None:
         self.held: dict[int, list[int]] = {i: [] for i in range(n_seq)}
-        self.n_swa, self.can_shift = 0, not hybrid
+        self.n_swa, self.n_rs_seq, self.can_shift = 0, 0, not hybrid
         self.removal = Removal.FULL if hybrid else Removal.PART
         self.copies: list[tuple[int, int]] = []
 

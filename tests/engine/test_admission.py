@@ -111,14 +111,14 @@ def test_cache_prompt_false_computes_all_again() -> None:
 
 
 def test_the_same_prompt_leaves_one_token_to_compute() -> None:
-    engine, runner, events = fake_engine(1)
+    engine, runner, _ = fake_engine(1)
     hold(engine, 0, "abcdefgh")
     hold(engine, 0, "abcdefgh")
     assert runner.batches[-1] == [(0, 7, 1, 1)]
 
 
 def test_a_prompt_that_is_the_beginning_of_what_the_slot_holds() -> None:
-    engine, runner, events = fake_engine(1)
+    engine, runner, _ = fake_engine(1)
     hold(engine, 0, "abcdefgh")
     request = ask("abcd", n_predict=2)
     engine.submit(request)
