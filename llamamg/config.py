@@ -83,7 +83,6 @@ class GenerationConfig:
     reasoning_format: str = "auto"
     jinja: bool = True
     prefill_assistant: bool = True
-    json_schema: str = ""  # JSON text; becomes the default grammar of requests that bring none
 
 
 @dataclass(frozen=True, slots=True)

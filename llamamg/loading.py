@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ from llamamg.engine import Engine
 from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
+from llamamg.memory import check_memory
 from llamamg.model import ModelInfo, describe, load_model, n_slots, new_context
+from llamamg.modelfile import open_model
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Request, Timings
 from llamamg.runner import ModelRunner, Runner
@@ -24,6 +27,9 @@ from llamamg.scheduler import Scheduler
 from llamamg.slot import Slot
 from llamamg.stats import Stats
 from llamamg.vocab import Vocabulary
+
+# What of llama.cpp's own log is shown at each -lv: like llama-server, its information only from 4 on.
+LOG_LEVELS = ("none", "error", "warn", "warn", "info", "debug")
 
 
 def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] | None = None) -> Engine:
@@ -37,6 +43,10 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         _connect_switches(lib, plugins, config.native_switches)
     except PluginError as error:
         raise LoadError(str(error)) from error
+    for sentence in plugins.warnings:
+        _warn(sentence)
+    lib.mg.set_log(LOG_LEVELS[max(0, min(config.server.log_level, 5))])
+    check_memory(config, open_model(config.model.path), lib.mg.devices(), _warn)
     llama = lib.llama
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)
@@ -62,6 +72,10 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     return assemble(
         config, plugins, runner, kv, vocab, model, n_ctx_slot=n_ctx_slot, new_sampler=new_sampler, close=close
     )
+
+
+def _warn(sentence: str) -> None:
+    print(f"llamamg: warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def assemble(

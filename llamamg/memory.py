@@ -86,6 +86,9 @@ def check_memory(
 
     `warn` gets a sentence when it will work, but slowly: weights larger than main memory.
     """
+    names = {device.name for device in devices}
+    if config.model.rpc or set(config.model.devices or ()) - names:
+        return  # devices of other machines are not known before loading
     needs = estimate(config, header, devices)
     for device in devices:
         need = needs.devices.get(device.name)

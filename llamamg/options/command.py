@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
-from llamamg import __version__
+from llamamg import __version__, library
+from llamamg.config import Config
 from llamamg.modelfile import open_model
 from llamamg.options.declared import declared_options
 from llamamg.options.describe import help_text
+from llamamg.options.option import OptionError
 from llamamg.options.resolve import parse
 from llamamg.options.table import Table
 from llamamg.plugins import PluginSet, discover
@@ -32,7 +36,20 @@ def run(arguments: Sequence[str]) -> int:
     config = parsed.config
     assert config is not None
     open_model(config.model.path)  # a missing, foreign or truncated file is said now, not after the library is loaded
+    if parsed.json_schema:
+        config = with_grammar(config, parsed.json_schema)
     plugins = PluginSet.discover(config.plugins)
     server = import_module("llamamg.server.run")
     status = server.serve(config, plugins)
     return int(status or 0)
+
+
+def with_grammar(config: Config, schema: str) -> Config:
+    """The config with a JSON schema as default grammar. The converter is llama_cpp's, so this loads the library."""
+    library.load(config.build)
+    try:
+        grammar = import_module("llamamg.server.chat_format").schema_to_grammar(json.loads(schema))
+    except Exception as error:  # the converter raises whatever it stumbles over
+        raise OptionError(f"--json-schema cannot be turned into a grammar: {error or type(error).__name__}.") from error
+    sampling = replace(config.generation.sampling, grammar=grammar)
+    return replace(config, generation=replace(config.generation, sampling=sampling))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamamg.options.option import Combine, Option
+from llamamg.options.option import Combine, Option, Status
 from llamamg.options.sampling_values import chat_switch, reasoning_effort
 from llamamg.options.values import choice, file_text, integer, json_object, number, text
 
@@ -63,8 +63,10 @@ OPTIONS = (
         names=("--jinja",),
         negatives=("--no-jinja",),
         env="LLAMA_ARG_JINJA",
-        target="generation.jinja",
-        help="render chats with the model's template",
+        status=Status.UNSUPPORTED,
+        reason="chats are always rendered with Jinja templates",
+        neutral=(True,),
+        help="render chats with Jinja templates",
         group=GROUP,
     ),
     Option(
@@ -138,9 +140,11 @@ OPTIONS = (
         names=("--reasoning-format",),
         metavar="FORMAT",
         env="LLAMA_ARG_THINK",
-        target="generation.reasoning_format",
         parse=choice("none", "auto", "deepseek", "deepseek-legacy"),
-        help="where thoughts go: none (content), deepseek (reasoning_content), deepseek-legacy (both), auto",
+        status=Status.UNSUPPORTED,
+        reason="thoughts stay in the content; splitting them off is not supported yet",
+        neutral=("none", "auto"),
+        help="where thoughts go",
         group=GROUP,
         example="none",
     ),

@@ -24,6 +24,7 @@ class Parsed:
     config: Config | None
     notes: list[str]
     want: str = ""  # "help" | "version" | ""
+    json_schema: str = ""  # becomes the grammar once the library with the converter is loaded
 
 
 def parse(
@@ -42,7 +43,10 @@ def parse(
     config = _config(settings, plugin_texts, notes)
     if not config.plugins.ignore_missing:
         _all_installed(config, settings, installed)
-    return Parsed(config, notes)
+    schema = str(next((s.value for s in reversed(settings) if s.option.target == "local.json_schema"), ""))
+    if schema and config.generation.sampling.grammar:
+        raise OptionError("--grammar and --json-schema exclude each other: give one of them.")
+    return Parsed(config, notes, json_schema=schema)
 
 
 def _all_installed(config: Config, settings: Iterable[Setting], installed: Collection[str]) -> None:

@@ -190,7 +190,7 @@ OPTIONS = (
     Option(
         names=("-j", "--json-schema"),
         metavar="SCHEMA",
-        target="generation.json_schema",
+        target="local.json_schema",
         parse=schema_text,
         help="JSON schema that output must follow",
         group=GROUP,
@@ -199,7 +199,7 @@ OPTIONS = (
     Option(
         names=("-jf", "--json-schema-file"),
         metavar="FILE",
-        target="generation.json_schema",
+        target="local.json_schema",
         parse=schema_file,
         help="file holding a JSON schema",
         group=GROUP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamamg.options.option import Combine, Option
+from llamamg.options.option import Combine, Option, Status
 from llamamg.options.values import directory, existing_file, integer, key_file, number, some_words, text, words
 
 GROUP = "Server"
@@ -101,7 +101,8 @@ OPTIONS = (
         names=("-to", "--timeout"),
         metavar="SECONDS",
         env="LLAMA_ARG_TIMEOUT",
-        target="server.timeout_s",
+        status=Status.NOTED,
+        reason="connections are not timed out; a client that is gone is noticed at once",
         parse=number(above=0),
         help="longest silence of a connection while reading a request or writing an answer",
         group=GROUP,

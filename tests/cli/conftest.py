@@ -44,7 +44,7 @@ def start(table: Table, plugins: Mapping[str, Found], tmp_path: Path) -> Start:
             words = ["--config", str(path), *words]
         parsed = parse(words, env or {}, table, plugins)
         assert parsed.config is not None
-        run.notes = parsed.notes  # type: ignore[attr-defined]
+        run.notes, run.json_schema = parsed.notes, parsed.json_schema  # type: ignore[attr-defined]
         return parsed.config
 
     return run

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from llamamg.options import docs
+from llamamg.config import Config, ModelConfig
+from llamamg.library import Library
+from llamamg.options import command, docs
 from llamamg.options.describe import help_text
+from llamamg.options.option import OptionError
 from llamamg.options.table import Table
 
 
@@ -74,3 +77,13 @@ def test_overview_loads_nothing_of_the_server() -> None:
 
 def test_docs_are_fresh() -> None:
     assert docs.PATH.read_text(encoding="utf-8") == docs.text(), "run `python -m llamamg.options.docs`"
+
+
+def test_json_schema_becomes_the_grammar(library: Library) -> None:
+    config = Config(ModelConfig(Path("x.gguf")))
+    schema = '{"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}'
+    grammar = command.with_grammar(config, schema).generation.sampling.grammar
+    assert "root ::=" in grammar
+    assert "answer" in grammar
+    with pytest.raises(OptionError, match="cannot be turned into a grammar"):
+        command.with_grammar(config, '{"$ref": "#/nowhere"}')

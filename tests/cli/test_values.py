@@ -138,25 +138,24 @@ def test_refusal(line: str, words: str, start: Any) -> None:
 
 
 def test_files_are_read(start: Any, tmp_path: Path) -> None:
-    keys, grammar, schema, template = (tmp_path / name for name in ("keys", "grammar", "schema", "template"))
+    keys, grammar, template = (tmp_path / name for name in ("keys", "grammar", "template"))
     keys.write_text("# comment\none\n\ntwo\n")
     grammar.write_text('root ::= "a"')
-    schema.write_text('{"type": "object"}')
     template.write_text("{{ messages }}")
-    config = start(
-        "--api-key-file",
-        str(keys),
-        "--grammar-file",
-        str(grammar),
-        "-jf",
-        str(schema),
-        "--chat-template-file",
-        str(template),
-    )
+    config = start("--api-key-file", str(keys), "--grammar-file", str(grammar), "--chat-template-file", str(template))
     assert config.server.api_keys == ("one", "two")
     assert config.generation.sampling.grammar == 'root ::= "a"'
-    assert config.generation.json_schema == '{"type": "object"}'
     assert config.generation.chat_template == "{{ messages }}"
+
+
+def test_json_schema_waits_for_the_converter(start: Any, tmp_path: Path) -> None:
+    schema = tmp_path / "schema"
+    schema.write_text('{"type": "object"}')
+    for arguments in (["-jf", str(schema)], ["-j", '{"type": "object"}']):
+        assert start(*arguments).generation.sampling.grammar == ""
+        assert start.json_schema == '{"type": "object"}'
+    with pytest.raises(OptionError, match="exclude each other"):
+        start("-j", "{}", "--grammar", "x")
 
 
 def test_key_file_without_keys_is_refused(start: Any, tmp_path: Path) -> None:
