@@ -1,0 +1,108 @@
+"""The shipped plugins on a real library and a model of the qwen4exp architecture: recurrent state and sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
+from llamamg.engine import Engine
+from llamamg.library import Library
+from llamamg.loading import load
+from llamamg.plugins import PluginSet
+from llamamg.request import Failed, Finished, Request, SamplingParams
+
+
+def greedy(n_prompt: int, n_predict: int, *, seed: int, **fields: Any) -> Request:
+    prompt = np.random.default_rng(seed).integers(1000, 5000, n_prompt, dtype=np.int32)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    return Request(prompt, sampling, n_predict=n_predict, return_tokens=True, **fields)
+
+
+Serve = Callable[..., tuple[dict[int, tuple[int, ...]], Engine, list[list[tuple[int, int]]]]]
+
+
+@pytest.fixture
+def serve(library: Library, micro_model: Path) -> Any:
+    """Run requests in an engine stepped by the test: tokens by request, the engine, and rows (seq_id, tokens) by batch."""
+    engines: list[Engine] = []
+
+    def run(
+        enable: tuple[str, ...],
+        requests: list[Request],
+        *,
+        n_slots: int,
+        after: Callable[[Engine, int], None] = lambda engine, step: None,
+        options: dict[str, dict[str, str]] | None = None,
+    ) -> Any:
+        only = PluginsConfig(enable=enable, only=bool(enable), none=not enable, options=options or {})
+        plugins = PluginSet.discover(only)
+        context = ContextConfig(n_ctx=512 * n_slots, n_parallel=n_slots, n_threads=1, n_batch=256, warmup=False)
+        engine = load(Config(ModelConfig(micro_model), context), plugins)
+        engines.append(engine)
+        events: list[Any] = []
+        engine.deliver = events.extend
+        batches: list[list[tuple[int, int]]] = []
+        submit = engine.runner.submit
+
+        def recording(batch: Any) -> None:
+            batches.append([(row.sequence.slot.seq_id, len(row)) for row in batch.rows])
+            submit(batch)
+
+        engine.runner.submit = recording  # type: ignore[method-assign]
+        for request in requests:
+            engine.submit(request)
+        step = 0
+        while engine.step():
+            step += 1
+            after(engine, step)
+        assert not [event for _, event in events if isinstance(event, Failed)]
+        tokens = {id_: event.tokens for id_, event in events if isinstance(event, Finished)}
+        return tokens, engine, batches
+
+    yield run
+    for engine in engines:
+        engine.stop(0.0)
+
+
+def five(**fields: Any) -> list[Request]:
+    return [greedy(20 + i, 4 if i in (1, 3) else 24, seed=i, id_slot=i, **fields) for i in range(5)]
+
+
+def test_seq_compact_off_equals_on(serve: Serve) -> None:
+    requests_off, requests_on = five(), five()
+    tokens_off, _, batches_off = serve((), requests_off, n_slots=5)
+    tokens_on, engine, batches_on = serve(("seq-compact",), requests_on, n_slots=5)
+    assert [tokens_on[r.id] for r in requests_on] == [tokens_off[r.id] for r in requests_off]
+    assert [id_ for id_, _ in batches_off[-1]] == [0, 2, 4]
+    assert [id_ for id_, _ in batches_on[-1]] == [0, 1, 2]
+    assert next(view.effect for view in engine.plugins.views() if view.name == "seq-compact") == 1
+
+
+def test_prefill_gate_off_equals_on(serve: Serve) -> None:
+    def late(into: list[Request]) -> Callable[[Engine, int], None]:
+        def after(engine: Engine, step: int) -> None:
+            if step == 3:
+                into.append(greedy(300, 6, seed=9))
+                engine.submit(into[-1])
+
+        return after
+
+    first_off, first_on = greedy(20, 20, seed=1), greedy(20, 20, seed=1)
+    late_off: list[Request] = []
+    late_on: list[Request] = []
+    tokens_off, _, batches_off = serve((), [first_off], n_slots=2, after=late(late_off))
+    chunk = {"prefill-gate": {"chunk": "64"}}
+    tokens_on, engine, batches_on = serve(("prefill-gate",), [first_on], n_slots=2, after=late(late_on), options=chunk)
+    assert tokens_on[first_on.id] == tokens_off[first_off.id]
+    assert tokens_on[late_on[0].id] == tokens_off[late_off[0].id]
+
+    def largest(batches: list[list[tuple[int, int]]]) -> int:
+        return max(n for batch in batches if len(batch) == 2 for _, n in batch)
+
+    assert largest(batches_on) == 64 < largest(batches_off)
+    assert next(view.effect for view in engine.plugins.views() if view.name == "prefill-gate") >= 4
