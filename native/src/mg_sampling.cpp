@@ -42,9 +42,25 @@ float maximum(const row & r) {
     return *std::max_element(best, best + lanes);
 }
 
+// First id with this logit, n_vocab if there is none. Whole blocks are ruled out in vector code.
+int32_t find(const row & r, float value) {
+    constexpr int32_t block = 256;
+    int32_t           i     = 0;
+    for (; i + block <= r.n_vocab; i += block) {
+        int32_t n_equal = 0;
+        for (int32_t j = 0; j < block; ++j) {
+            n_equal += r.logits[i + j] == value;
+        }
+        if (n_equal > 0) {
+            break;
+        }
+    }
+    return (int32_t) (std::find(r.logits + i, r.logits + r.n_vocab, value) - r.logits);
+}
+
 int32_t argmax(const row & r) {
     const float   best = maximum(r);
-    const int32_t id   = (int32_t) (std::find(r.logits, r.logits + r.n_vocab, best) - r.logits);
+    const int32_t id   = find(r, best);
     if (id == r.n_vocab || best == -INFINITY) {
         throw std::runtime_error("no finite logit in this row; the model produced NaN or -inf everywhere");
     }
