@@ -29,7 +29,7 @@ class Completion:
         finished: Callable[[Request, Timings], None],
     ) -> None:
         self.outbox: list[tuple[int, Event]] = []
-        self.n_ctx_slot = n_ctx_slot
+        self.n_ctx_slot, self.n_vocab = n_ctx_slot, vocab.n_vocab
         self._vocab, self._kv, self._stats = vocab, kv, stats
         self._context_shift = context_shift and kv.can_shift
         self._special = special

@@ -29,6 +29,7 @@ from llamamg.vocab import Vocabulary
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]
 IDLE_WAIT_S = 5.0
+DEFERRED_WAIT_S = 0.002  # nothing runs and a plugin holds a request back: how soon it is asked again
 STOPPING = Failed(503, "unavailable_error", "the server is shutting down")
 
 
@@ -164,15 +165,16 @@ class Engine:
         self._drain()
         if not self._pending:
             self._pending.extend(self.scheduler.plan().batches)
+        worked = bool(self._pending)
         while self._pending and self.runner.has_room():
             self._submit(self._pending.popleft())
         done = self.runner.collect()
         if done is not None:
+            worked = True
             self.scheduler.commit(done)
             if self.calls.hooks.batch_done:
                 self.calls.each("batch_done", done.batch, done.elapsed_s)
-        self._emit()
-        return done is not None or bool(self._pending)
+        return self._emit() or worked
 
     def _submit(self, batch: Batch) -> None:
         rows = self._recovery.alive(batch)
@@ -191,19 +193,21 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get()()
 
-    def _emit(self) -> None:
+    def _emit(self) -> bool:
         outbox = self.scheduler.outbox
-        if outbox:
-            pairs = outbox.copy()
-            outbox.clear()
-            self.deliver(pairs)
+        if not outbox:
+            return False
+        pairs = outbox.copy()
+        outbox.clear()
+        self.deliver(pairs)
+        return True
 
     def _idle(self) -> None:
         """Nothing runs: let plugins tidy up, then sleep until somebody wants something."""
         if self.calls.hooks.idle and any(self.calls.each("idle", self.scheduler.state)):
             return
         try:
-            self._inbox.get(timeout=IDLE_WAIT_S)()
+            self._inbox.get(timeout=DEFERRED_WAIT_S if self.scheduler.n_waiting else IDLE_WAIT_S)()
         except queue.Empty:
             return
 

@@ -224,12 +224,17 @@ class Scheduler:
         hooks = self._calls.hooks
         if not state.decoding or not hooks.draft or self._n_draft_max == 0:
             return 0
-        limit = self._calls.first("spec_limit", state) if hooks.spec_limit else None
+        limit = self._calls.first("spec_limit", state, check=_not_a_number) if hooks.spec_limit else None
         return self._n_draft_max if limit is None else max(0, min(int(limit), self._n_draft_max))
 
     def _draft(self, sequence: Sequence, room: int) -> list[int]:
-        proposed = self._calls.first("draft", sequence, room) or []
+        proposed = self._calls.first("draft", sequence, room, check=self._not_tokens) or []
         return [int(token) for token in proposed[:room]]
+
+    def _not_tokens(self, proposed: list[int]) -> str | None:
+        if all(0 <= int(token) < self._completion.n_vocab for token in proposed):
+            return None
+        return "a proposed token is not in the vocabulary"
 
     def _verify(self, sequence: Sequence, row: Row, n_tokens: int) -> None:
         n_draft = row.n_logits - 1
@@ -308,6 +313,10 @@ def _not_from(answer: list[Sequence], state: StepState) -> str | None:
     if not answer and not state.decoding:
         return "nobody decodes, so an empty list would stop the server"
     return None
+
+
+def _not_a_number(limit: int) -> str | None:
+    return None if isinstance(limit, int) else f"{limit!r} is not a number of tokens"
 
 
 def _idle_budget(budget: int, state: StepState) -> str | None:

@@ -19,7 +19,7 @@ def of(events: list[Any], request: Any) -> list[Any]:
 
 
 def test_a_streaming_request_frees_its_slot_in_the_next_step_and_says_nothing_more() -> None:
-    engine, runner, events = fake_engine(1)
+    engine, _, events = fake_engine(1)
     request, following = ask("aaaa", stream=True), ask("bbbb", n_predict=2)
     engine.submit(request)
     engine.submit(following)
@@ -67,7 +67,7 @@ def test_cancelling_a_queued_request_leaves_a_streaming_one_unchanged() -> None:
 
 
 def test_cancel_while_prefilling_keeps_what_is_computed_for_the_next_one() -> None:
-    engine, runner, events = fake_engine(1, n_batch=8)
+    engine, _, events = fake_engine(1, n_batch=8)
     prompt = list(range(40, 80))
     gone, again = ask(prompt), ask(prompt, n_predict=1)
     engine.submit(gone)

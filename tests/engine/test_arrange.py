@@ -1,0 +1,143 @@
+"""Moving sequences between sequence ids: the moved one goes on, and what idle slots hold is not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llamamg import arrange, hookimpl
+from llamamg.guard import Guard
+from llamamg.plugins import plugin
+from llamamg.request import Finished, Started
+from llamamg.testing import ask, fake_engine, run
+from llamamg_plugins.seq_compact import SeqCompact
+
+DECLARE: dict[str, Any] = {"summary": "", "helps": "", "hurts": "", "guard": Guard.same_tokens()}
+PROMPT = list(range(40, 120))
+
+
+def moving(*plans: list[tuple[int, int]] | None) -> type[Any]:
+    left = list(plans)
+
+    @plugin(name="mover", **DECLARE)
+    class Mover:
+        @hookimpl
+        def arrange_slots(self, state: Any) -> Any:
+            return left.pop(0) if left else None
+
+    return Mover
+
+
+def texts(events: list[Any]) -> dict[int, str]:
+    return {id_: event.text for id_, event in events if isinstance(event, Finished)}
+
+
+def prompt(i: int) -> list[int]:
+    return PROMPT[7 * i : 7 * i + 12]
+
+
+def alone(i: int, n_predict: int) -> str:
+    engine, _, events = fake_engine(1)
+    request = ask(prompt(i), n_predict=n_predict)
+    engine.submit(request)
+    run(engine)
+    return texts(events)[request.id]
+
+
+def test_a_moved_sequence_goes_on_and_its_slot_number_stays(with_plugins: Callable[..., Any]) -> None:
+    engine, runner, events = with_plugins(moving([(2, 0)]), n_slots=3)
+    request = ask(prompt(0), n_predict=10, id_slot=2)
+    engine.submit(request)
+    run(engine)
+    assert runner.kv.copies == [(2, 0)]
+    assert [row[0] for batch in runner.batches for row in batch] == [2, *[0] * 9]
+    end = next(event for _, event in events if isinstance(event, Finished))
+    assert (end.text, end.id_slot) == (alone(0, 10), 2)
+    assert [(slot.id, slot.seq_id) for slot in engine.slots] == [(0, 2), (1, 1), (2, 0)]
+    assert engine.stats.n_moves == 1
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_the_idle_slot_held_comes_back_after_the_next_decode(
+    with_plugins: Callable[..., Any], hybrid: bool
+) -> None:
+    engine, runner, events = with_plugins(moving(None, None, [(1, 0)]), n_slots=2, hybrid=hybrid)
+    engine.submit(ask(prompt(0), n_predict=3, id_slot=0))
+    run(engine)
+    engine.submit(ask(prompt(1), n_predict=9, id_slot=1))
+    engine.step()
+    engine.step()
+    assert engine.slots[0].seq_id == 1
+    assert engine.slots[0].tokens.view().tolist() == runner.kv.held[1]
+    assert len(engine.slots[0].tokens) == 14
+    run(engine)
+    again = ask([*prompt(0), *engine.slots[0].tokens.view()[12:].tolist(), 50], n_predict=1, id_slot=0)
+    engine.submit(again)
+    run(engine)
+    assert next(e.n_cached for i, e in events if i == again.id and isinstance(e, Started)) == 14
+    assert engine.stats.n_moves_dropped == 0
+
+
+def test_the_idle_slot_taken_before_the_decode_starts_empty(with_plugins: Callable[..., Any]) -> None:
+    engine, _, events = with_plugins(moving(None, None, [(1, 0)]), n_slots=2)
+    engine.submit(ask(prompt(0), n_predict=3, id_slot=0))
+    run(engine)
+    engine.submit(ask(prompt(1), n_predict=9, id_slot=1))
+    engine.step()
+    taken = ask(prompt(0), n_predict=4, id_slot=0)
+    engine.submit(taken)
+    run(engine)
+    assert engine.stats.n_moves_dropped == 1
+    assert next(e.n_cached for i, e in events if i == taken.id and isinstance(e, Started)) == 0
+    assert texts(events)[taken.id] == alone(0, 4)
+
+
+def test_a_state_too_large_to_swap_is_given_up(
+    with_plugins: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrange, "SWAP_BYTES_MAX", 16)
+    engine, runner, events = with_plugins(moving(None, None, [(1, 0)]), n_slots=2)
+    engine.submit(ask(prompt(0), n_predict=3, id_slot=0))
+    run(engine)
+    moved = ask(prompt(1), n_predict=5, id_slot=1)
+    engine.submit(moved)
+    run(engine)
+    assert engine.stats.n_moves_dropped == 1
+    assert (len(engine.slots[0].tokens), runner.kv.held[1]) == (0, [])
+    assert texts(events)[moved.id] == alone(1, 5)
+
+
+@pytest.mark.parametrize("moves", [[(0, 1)], [(2, 0)], [(1, 1)], [(1, 9)], [(1, 2), (1, 0)]])
+def test_impossible_moves_are_refused_as_a_whole(with_plugins: Callable[..., Any], moves: Any) -> None:
+    engine, runner, events = with_plugins(moving(moves), n_slots=3)
+    request = ask(prompt(0), n_predict=5, id_slot=1)
+    engine.submit(request)
+    run(engine)
+    assert runner.kv.copies == []
+    assert engine.plugins.enabled() == []
+    assert texts(events)[request.id] == alone(0, 5)
+
+
+def test_a_chain_of_moves(with_plugins: Callable[..., Any]) -> None:
+    engine, runner, events = with_plugins(moving([(1, 2), (0, 1)]), n_slots=3)
+    requests = [ask(prompt(i), n_predict=6, id_slot=i) for i in range(2)]
+    for request in requests:
+        engine.submit(request)
+    run(engine)
+    assert runner.kv.copies == [(1, 2), (0, 1)]
+    assert [texts(events)[r.id] for r in requests] == [alone(0, 6), alone(1, 6)]
+
+
+def test_five_slots_of_which_two_have_ended_stay_together(with_plugins: Callable[..., Any]) -> None:
+    engine, runner, events = with_plugins(SeqCompact, n_slots=5)
+    requests = [ask(prompt(i), n_predict=4 if i in (1, 3) else 20, id_slot=i) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    run(engine)
+    ids = [[row[0] for row in batch] for batch in runner.batches]
+    assert ids[0] == [0, 1, 2, 3, 4]
+    assert all(batch == list(range(batch[0], batch[0] + len(batch))) for batch in ids)
+    assert len(ids[-1]) == 3
+    assert [texts(events)[r.id] for r in requests] == [alone(i, 4 if i in (1, 3) else 20) for i in range(5)]
