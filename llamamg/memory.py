@@ -89,7 +89,10 @@ def check_memory(
     names = {device.name for device in devices}
     if config.model.rpc or set(config.model.devices or ()) - names:
         return  # devices of other machines are not known before loading
-    needs = estimate(config, header, devices)
+    try:
+        needs = estimate(config, header, devices)
+    except (TypeError, ValueError, LookupError):
+        return  # metadata of an odd shape: whether such a model loads is for libllama to say
     for device in devices:
         need = needs.devices.get(device.name)
         if (

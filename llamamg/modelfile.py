@@ -171,7 +171,9 @@ class _Reader:
             tensor, offset = self._tensor()
             tensors.append(tensor)
             end = max(end, offset + tensor.n_bytes)
-        alignment = int(metadata.get("general.alignment", 32)) or 32
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise ModelFileError(f"{self.path} is damaged: its general.alignment is {alignment!r}")
         start = -(-self.pos // alignment) * alignment
         if tensors and start + end > self.size:
             raise ModelFileError(
@@ -225,6 +227,8 @@ class _Reader:
         if kind != _ARRAY:
             raise ModelFileError(f"{self.path} is damaged: its header has a value of unknown type {kind}")
         item, n_items = self._scalar("I"), self._scalar("Q")
+        if item == _ARRAY:
+            raise ModelFileError(f"{self.path} is damaged: its header has an array of arrays")
         if item in _SCALARS and n_items > _ARRAY_KEPT:
             self._take(n_items * struct.calcsize("<" + _SCALARS[item]))
             return None

@@ -18,6 +18,7 @@ from llamamg.options.option import OptionError
 from llamamg.options.resolve import parse
 from llamamg.options.table import Table
 from llamamg.plugins import PluginSet, discover
+from llamamg.plugins.selection import select
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,7 +36,10 @@ def run(arguments: Sequence[str]) -> int:
         print(f"llamamg: note: {note}", file=sys.stderr)
     config = parsed.config
     assert config is not None
-    open_model(config.model.path)  # a missing, foreign or truncated file is said now, not after the library is loaded
+    select(
+        config.plugins, found
+    )  # unknown, broken and conflicting plugins are said now, not after the library is loaded
+    open_model(config.model.path)  # the same for a missing, foreign or truncated file
     if parsed.json_schema:
         config = with_grammar(config, parsed.json_schema)
     plugins = PluginSet.discover(config.plugins)

@@ -58,7 +58,7 @@ def read_environment(environ: Mapping[str, str], table: Table) -> list[Setting]:
     """Settings of the environment, in the order of the table. Raises OptionError."""
     settings = []
     for name, (option, negative) in table.by_env.items():
-        if name not in environ:
+        if name not in environ or (name.startswith("LLAMAMG_") and not environ[name]):
             continue
         content = environ[name]
         if negative:  # llama-server takes any value for a no

@@ -142,6 +142,17 @@ def test_mapped_weights_never_refuse_but_warn(monkeypatch: pytest.MonkeyPatch) -
         check_memory(config({"load_mode": "none"}, n_ctx=1024), header())
 
 
+def test_odd_metadata_is_left_to_libllama() -> None:
+    odd = header()
+    check_memory(config(n_ctx=2**40), replace(odd, metadata={**odd.metadata, "x.block_count": "many"}))
+    check_memory(config(n_ctx=2**40), replace(odd, metadata={**odd.metadata, "x.attention.head_count_kv": [1]}))
+
+
+def test_devices_of_other_machines_are_not_judged() -> None:
+    check_memory(config({"rpc": ("there:1",)}, n_ctx=2**40), header())
+    check_memory(config({"devices": ("RPC0",)}, n_ctx=2**40), header(), [Gpu("G0", 1)])
+
+
 def test_main_memory_is_that_of_this_machine() -> None:
     free, total = memory.main_memory()
     assert free > 0

@@ -94,6 +94,8 @@ def test_every_cut_is_noticed(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "is damaged"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "is truncated"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "unknown type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "array of arrays"),
+        (b"GGUF" + struct.pack("<IQQQ17sII", 3, 0, 1, 17, b"general.alignment", 4, 0), "general.alignment is 0"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 32, 4, 0) + bytes(64), "does not know"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 31, 8, 0) + bytes(64), "has 31 values"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "9 dimensions"),

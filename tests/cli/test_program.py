@@ -32,6 +32,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "-m", "x.gguf", "--lora", "a"], "--lora is not supported"),
         (["serve", "-m", "x.gguf", "--cache-ram", "8192"], "needs the plugin async-cache"),
         (["serve", "-m", "x.gguf", "--port", "99999"], "at most 65535"),
+        (["serve", "-m", "x.gguf", "--enable", "seq-compat"], "there is no plugin named 'seq-compat'"),
+        (["serve", "-m", "x.gguf", "--enable", "seq-compact", "--disable", "seq-compact"], "both enabled and disabled"),
         (["sreve"], "did you mean serve?"),
     ],
 )

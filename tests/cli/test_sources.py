@@ -59,6 +59,10 @@ def test_plugins_on_the_command_line_beat_the_file(start: Any) -> None:
     assert by_option.plugins.options == {"prefill-gate": {"max-partial": "8"}}
 
 
+def test_empty_variables_of_ours_are_unset(start: Any) -> None:
+    assert start(env={"LLAMAMG_BUILD": "", "LLAMAMG_ENABLE": "", "LLAMAMG_CONFIG": ""}) == start()
+
+
 def test_negative_variable_switches_off(start: Any) -> None:
     assert start(env={"LLAMA_ARG_NO_CACHE_PROMPT": "1"}).generation.cache_prompt is False
     assert start("--cache-prompt", env={"LLAMA_ARG_NO_CACHE_PROMPT": "1"}).generation.cache_prompt is True
