@@ -1,4 +1,4 @@
-"""A real HTTP server on a free port around a fake engine, and a reader of server-sent events."""
+"""A real HTTP server on a free port around an engine, and a reader of server-sent events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Running:
     """A server that answers at `client`."""
 
     app: App
-    engine: FakeEngine
+    engine: Any  # a FakeEngine, or a real one
     loop: asyncio.AbstractEventLoop
     client: httpx.Client
     port: int
@@ -56,7 +56,7 @@ def read_events(response: httpx.Response) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def running(
-    engine: FakeEngine | None = None,
+    engine: Any = None,
     config: Config | None = None,
     attach: bool = True,
     context: Any = None,
@@ -74,7 +74,9 @@ def running(
 
     async def main() -> None:
         if attach:
-            made = context or fake_context(engine.n_ctx_slot, engine.n_slots, config.generation)
+            made = context
+            if made is None and isinstance(engine, FakeEngine):
+                made = fake_context(engine.n_ctx_slot, engine.n_slots, config.generation)
             app.service.attach(engine, BUILD_INFO, make_context, made)
             engine.start()
         await server.serve([sock])
