@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,34 @@ def test_seq_compact_off_equals_on(serve: Serve) -> None:
     assert [id_ for id_, _ in batches_off[-1]] == [0, 2, 4]
     assert [id_ for id_, _ in batches_on[-1]] == [0, 1, 2]
     assert next(view.effect for view in engine.plugins.views() if view.name == "seq-compact") == 1
+
+
+@pytest.mark.parametrize(("enable", "n_passes"), [((), 3), (("seq-compact",), 1)])
+def test_the_library_makes_one_pass_where_it_made_three(
+    serve: Serve,
+    library: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    enable: tuple[str, ...],
+    n_passes: int,
+) -> None:
+    """Counted by the library itself: with LLAMA_BATCH_DEBUG it logs every ubatch it makes of a batch."""
+    monkeypatch.setenv("LLAMA_BATCH_DEBUG", "1")
+    log = tmp_path / "log"
+    ends: list[int] = []
+
+    def after(engine: Engine, step: int) -> None:
+        if step == 1:
+            library.mg.set_log("debug", log)
+        ends.append(log.stat().st_size)
+
+    try:
+        serve(enable, five(), n_slots=5, after=after)
+    finally:
+        library.mg.set_log("warn")
+    text = log.read_bytes()
+    passes = [text[begin:end].count(b"added ubatch to split") for begin, end in itertools.pairwise(ends)]
+    assert passes[-10:] == [n_passes] * 10
 
 
 def test_prefill_gate_off_equals_on(serve: Serve) -> None:
