@@ -43,11 +43,13 @@ def test_estimate_is_what_libllama_allocates(
     config = Config(ModelConfig(path, devices=()), replace(context, n_threads=1, n_threads_batch=1))
     log = tmp_path / "log"
     library.mg.set_log("info", log)
-    handle = load_model(library, config.model)
-    made = new_context(library, handle, config)
-    library.llama.llama_free(made)
-    library.llama.llama_model_free(handle)
-    library.mg.set_log("warn")
+    try:
+        handle = load_model(library, config.model)
+        made = new_context(library, handle, config)
+        library.llama.llama_free(made)
+        library.llama.llama_model_free(handle)
+    finally:
+        library.mg.set_log("warn")
     text = log.read_text()
 
     def mib(pattern: str) -> float:
