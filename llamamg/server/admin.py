@@ -147,7 +147,7 @@ class Admin:
         """PATCH /plugins/NAME with {"enabled": bool}: takes effect between two steps, answers with the plugin's state."""
         engine = self._service.ready()
         name: str = call.scope["path_params"]["name"]
-        body = parse(b"".join(await call.body()))
+        body = parse(b"".join(await call.body(self._service.config.server.timeout_s)))
         enabled = body.get("enabled")
         if enabled is None:
             raise bad_request('Nothing to change: send {"enabled": true} or {"enabled": false}')

@@ -120,8 +120,7 @@ class App:
             await _preflight(call, self.config.server)
             return
         try:
-            if self.service.engine is None or self.service.stopping:
-                self.service.ready()
+            self.service.ready()
             self._check_key(call)
             await self._router(scope, receive, send)
         except ApiError as error:

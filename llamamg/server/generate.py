@@ -20,7 +20,7 @@ SUBMIT_INLINE_TOKENS = 4096
 
 async def post(service: Service, call: Call, kind: Kind) -> None:
     """Answer a POST of `kind`. Raises ApiError for what fails before anything was sent."""
-    chunks = await call.body()
+    chunks = await call.body(service.config.server.timeout_s)
     prepared = await service.prepare(kind, chunks)
     del chunks
     if prepared.answer:
@@ -45,7 +45,7 @@ async def post(service: Service, call: Call, kind: Kind) -> None:
             if error is not None:
                 raise error
             await call.answer(dialect.whole(exchange.parts))
-        await writer.drained()
+        await writer.drained(service.config.server.timeout_s)
     finally:
         watch.cancel()
         if not exchange.done.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -12,6 +13,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Headers = list[tuple[bytes, bytes]]
+BODY_BYTES_MAX = 1 << 30
 JSON = b"application/json; charset=utf-8"
 
 
@@ -39,15 +41,22 @@ class Call:
         values = parse_qs(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True).get(name)
         return values[-1] if values else ""
 
-    async def body(self) -> list[bytes]:
-        """The request's body as it arrived. Raises ClientGone."""
+    async def body(self, timeout_s: float, n_bytes_max: int = BODY_BYTES_MAX) -> list[bytes]:
+        """The request's body as it arrived; `timeout_s` is for each piece of it. Raises ClientGone and ApiError."""
         chunks: list[bytes] = []
+        n_bytes = 0
         while True:
-            message = await self.receive()
+            try:
+                message = await asyncio.wait_for(self.receive(), timeout_s)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"The request's body did not arrive within {timeout_s:g} s") from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             if data := message.get("body"):
                 chunks.append(data)
+                n_bytes += len(data)
+                if n_bytes > n_bytes_max:
+                    raise ApiError(413, f"The request's body is larger than {n_bytes_max} bytes")
             if not message.get("more_body"):
                 return chunks
 

@@ -83,6 +83,7 @@ class Service:
         `context` is made here when it is not given; `make_context` is what the parse process calls to get its own.
         """
         loop = asyncio.get_running_loop()
+        self.config = getattr(engine, "config", self.config)  # plugins may have changed it
         self.exchanges = Exchanges(loop)
         engine.deliver = self.exchanges.deliver
         self.fingerprint = fingerprint(build_info)
@@ -104,6 +105,8 @@ class Service:
             raise ApiError(503, "The server is shutting down")
         if self.engine is None:
             raise ApiError(503, "Loading model")
+        if not self.engine.alive:
+            raise ApiError(503, "The engine has stopped after an error; see the server's log and restart it")
         return self.engine
 
     async def prepare(self, kind: Kind, chunks: Sequence[bytes]) -> Prepared:

@@ -69,10 +69,14 @@ class Writer:
         if self._task is None:
             self._pump()
 
-    async def drained(self) -> None:
-        """Wait until nothing is left to send."""
-        while self._task is not None:
-            await asyncio.wait([self._task])
+    async def drained(self, timeout_s: float) -> None:
+        """Wait until nothing is left to send, or the client has taken nothing for `timeout_s`."""
+        while (task := self._task) is not None:
+            done, _ = await asyncio.wait([task], timeout=timeout_s)
+            if not done:
+                task.cancel()
+                return
+            await asyncio.sleep(0)  # `_resume` runs as the task's callback
 
     def _next(self) -> Message | None:
         if self._messages:

@@ -208,6 +208,10 @@ class FakeEngine:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float = 5.0) -> None:
         self._inbox.put(None)
         self._thread.join(timeout_s)

@@ -36,6 +36,7 @@ class Running:
     loop: asyncio.AbstractEventLoop
     client: httpx.Client
     port: int
+    uvicorn: uvicorn.Server
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.client.post(path, json=body, **more)
@@ -86,7 +87,7 @@ def running(
     thread.start()
     port = sock.getsockname()[1]
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
-        yield Running(app, engine, loop, client, port)
+        yield Running(app, engine, loop, client, port, server)
     server.should_exit = server.force_exit = True
     thread.join(5.0)
     if attach:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, fake_config
+from fake_engine import FakeEngine, Step, fake_config, finished
 from harness import Running, running
-from test_streams import held, until
+from test_streams import held, raw_post, read_until, until
+
+from llamamg.request import Delta, Request, Started
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/props", "/nope"])
@@ -17,6 +21,37 @@ def test_loading_is_503_everywhere(path: str) -> None:
         response = server.client.get(path)
     assert response.status_code == 503
     assert response.json() == {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+
+
+def test_dead_engine_is_said_by_every_endpoint(server: Running) -> None:
+    server.engine.stop()
+    for path in ("/health", "/slots"):
+        response = server.client.get(path)
+        assert response.status_code == 503
+        assert "engine has stopped" in response.json()["error"]["message"]
+
+
+def test_body_that_never_comes_ends_with_408() -> None:
+    with running(config=fake_config(port=0, timeout_s=0.2)) as server:
+        connection = socket.create_connection(("127.0.0.1", server.port), 10)
+        connection.sendall(b'POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"')
+        assert read_until(connection, b"}}").startswith(b"HTTP/1.1 408")
+        connection.close()
+
+
+def test_client_that_never_reads_is_given_up() -> None:
+    def script(request: Request) -> Iterator[Step]:
+        yield [Started(0, 0)]
+        yield [Delta("x" * 20_000_000, (97,), 1)]
+        yield [finished(request, "x")]
+
+    engine = FakeEngine()
+    engine.script = script
+    with running(engine, fake_config(port=0, timeout_s=0.2)) as server:
+        connection = raw_post(server.port, "/completion", {"prompt": "a", "stream": True})
+        assert until(lambda: len(engine.begun) == 1)
+        assert until(lambda: not server.uvicorn.server_state.tasks)
+        connection.close()
 
 
 def test_keys() -> None:
