@@ -104,8 +104,8 @@ def engine_stop(engine: Engine) -> None:
 def register_metrics(metrics: Any) -> None:
     """Add counters of the plugin's own to the registry behind /metrics (a `prometheus_client.CollectorRegistry`).
 
-    When: once, before the server answers. `llamamg:plugin_effect` is exported for every plugin already.
-    Thread: main.
+    When: once, after `engine_start`. `llamamg:plugin_effect` is exported for every plugin already.
+    Thread: engine.
     Must not: use names that do not begin with `llamamg:PLUGIN_` (with `_` for `-`).
     """
 
@@ -114,8 +114,8 @@ def register_metrics(metrics: Any) -> None:
 def register_routes() -> Seq[Any]:
     """HTTP routes of the plugin's own (`starlette.routing.Route`), mounted under /plugins/PLUGIN/.
 
-    When: once, before the server answers.
-    Thread: main; the endpoints themselves run on the event loop.
+    When: once, after `engine_start`. The routes answer 404 while the plugin is off.
+    Thread: engine; the endpoints themselves run on the event loop, and reach the engine by `engine.call`.
     Result: the routes; those of all plugins are taken.
     """
     raise NotImplementedError

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+from prometheus_client import CollectorRegistry
 
 from llamamg.config import Config, PluginsConfig
 from llamamg.hooks import Hook, Hooks, trace_wanted
@@ -33,6 +34,8 @@ class PluginSet:
         self.warnings: list[str] = []  # sentences for the log at the start
         # set by the engine; gets the switches of all enabled plugins after each toggle
         self.apply_switches: Callable[[Switches], None] | None = None
+        self.registry = CollectorRegistry()  # counters of the plugins' own, a part of /metrics
+        self.routes: dict[str, list[Any]] = {}  # plugin -> its HTTP routes
         self._members = {name: Member(entry) for name, entry in found.items()}
         self._found = found
         self._manager: pluggy.PluginManager = new_manager()
@@ -98,14 +101,14 @@ class PluginSet:
         member.configured = member.enabled = True
 
     def start(self, engine: Engine) -> None:
-        """Run `engine_start` of the enabled plugins; call it on the engine thread before the first step."""
+        """Start the enabled plugins, take their metrics and routes; on the engine thread, before the first step."""
         self._engine = engine
         for name, member in list(self._members.items()):
             if member.enabled:
                 try:
                     self._start_one(member)
                 except Exception as error:
-                    self.quarantine(name, error, "engine_start")
+                    self.quarantine(name, error, "start")
 
     def stop(self) -> None:
         """Run `engine_stop` of every plugin that was started."""
@@ -235,14 +238,6 @@ class PluginSet:
                 owners.setdefault(switch, name)
         return switches
 
-    def register_metrics(self, registry: Any) -> None:
-        """Let every instantiated plugin add its own counters."""
-        self._collect("register_metrics", metrics=registry)
-
-    def routes(self) -> dict[str, list[Any]]:
-        """Routes of the plugins by plugin name."""
-        return {name: list(routes) for name, routes in self._collect("register_routes").items() if routes}
-
     def views(self) -> list[PluginView]:
         """A snapshot of all plugins; any thread may ask."""
         return [member.view(self.hooks, decided=self._full is not None) for member in self._members.values()]
@@ -263,20 +258,14 @@ class PluginSet:
                 return impl.function(*[arguments[name] for name in impl.argnames])
         return None
 
-    def _collect(self, hook: str, **arguments: Any) -> dict[str, Any]:
-        answers = {}
-        for name, member in list(self._members.items()):
-            if member.instance is not None and member.found.broken is None:
-                try:
-                    answers[name] = self._call(member, hook, **arguments)
-                except Exception as error:
-                    self.quarantine(name, error, hook)
-        return answers
-
     def _start_one(self, member: Member) -> None:
         if not member.started:
             self._call(member, "engine_start", engine=self._engine)
             member.started = True
+            self._call(member, "register_metrics", metrics=self.registry)
+            routes = self._call(member, "register_routes")
+            if routes:
+                self.routes[member.name] = list(routes)
 
     def _on(self) -> list[str]:
         return [name for name, member in self._members.items() if member.enabled]

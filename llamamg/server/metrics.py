@@ -98,4 +98,5 @@ class Metrics:
         # llama-server calls this a counter without _total, which prometheus-client does not write.
         name, n = "llamacpp:n_tokens_max", self._engine.stats.n_tokens_max
         line = f"# HELP {name} Longest sequence seen, prompt and generation\n# TYPE {name} counter\n{name} {n}\n"
-        return line.encode() + generate_latest(self._registry)
+        of_plugins = getattr(self._engine.plugins, "registry", None)
+        return line.encode() + generate_latest(self._registry) + (generate_latest(of_plugins) if of_plugins else b"")

@@ -141,13 +141,14 @@ def test_hook_engine_stop(make: Any) -> None:
 def test_hook_register_metrics(make: Any) -> None:
     seen: list[Any] = []
     plugins = make.on(make.plugin("a", {"register_metrics": lambda self, metrics: seen.append(metrics)}))
-    plugins.register_metrics("registry")
-    assert seen == ["registry"]
+    plugins.start(ENGINE)
+    assert seen == [plugins.registry]
 
 
 def test_hook_register_routes(make: Any) -> None:
     plugins = make.on(make.plugin("a", {"register_routes": lambda self: ["route"]}), make.plugin("b"))
-    assert plugins.routes() == {"a": ["route"]}
+    plugins.start(ENGINE)
+    assert plugins.routes == {"a": ["route"]}
 
 
 def test_hook_request_arrived(make: Any) -> None:

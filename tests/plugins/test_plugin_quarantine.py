@@ -34,11 +34,12 @@ def test_raising_in_a_compiled_hook(make: Any, hook: str, way: str) -> None:
     assert (good.state, good.quarantined) == ("on", None)
 
 
-def test_raising_in_engine_start(make: Any) -> None:
-    plugins = make.on(make.plugin("a", {"engine_start": boom}), make.plugin("b"))
+@pytest.mark.parametrize("hook", ["engine_start", "register_metrics", "register_routes"])
+def test_raising_while_the_engine_starts(make: Any, hook: str) -> None:
+    plugins = make.on(make.plugin("a", {hook: boom}), make.plugin("b"))
     plugins.start(ENGINE)
     assert plugins.enabled() == ["b"]
-    assert plugins.views()[0].quarantined == "engine_start: RuntimeError: boom"
+    assert plugins.views()[0].quarantined == "start: RuntimeError: boom"
 
 
 def test_raising_in_engine_stop_does_not_keep_others_from_stopping(make: Any) -> None:
@@ -49,19 +50,6 @@ def test_raising_in_engine_stop_does_not_keep_others_from_stopping(make: Any) ->
     plugins.start(ENGINE)
     plugins.stop()
     assert stopped == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("hook", "ask"),
-    [
-        ("register_metrics", lambda plugins: plugins.register_metrics(None)),
-        ("register_routes", lambda plugins: plugins.routes()),
-    ],
-)
-def test_raising_while_the_server_is_built(make: Any, hook: str, ask: Any) -> None:
-    plugins = make.on(make.plugin("a", {hook: boom}), make.plugin("b"))
-    ask(plugins)
-    assert plugins.enabled() == ["b"]
 
 
 def test_raising_in_native_switches(make: Any) -> None:

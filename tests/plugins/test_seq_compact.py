@@ -96,6 +96,12 @@ def test_a_prefix_does_not_count_where_the_request_wants_no_cache() -> None:
     assert slot is slots[1]
 
 
+def test_a_prefix_in_a_busy_slot_does_not_count() -> None:
+    slots = slots_of("x...")
+    slots[0].tokens.extend(np.array([7] * 100, np.int32))
+    assert SeqCompact().select_slot(ask([7] * 100), slots) is slots[1]
+
+
 def test_the_threshold_is_the_servers() -> None:
     from dataclasses import replace
 
