@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 
 from llamamg.config import Config, ServerConfig
+from llamamg.plugins.routes import PluginRoutes
 from llamamg.server.admin import Admin
 from llamamg.server.errors import ApiError, not_supported
 from llamamg.server.generate import post
@@ -102,6 +103,8 @@ class App:
             for path in missing:
                 paths[path] = {"GET": _missing(what), "POST": _missing(what)}
         routes: list[BaseRoute] = [Route(self._prefix + path, Endpoint(handlers)) for path, handlers in paths.items()]
+        of_plugins = PluginRoutes(lambda: service.ready().plugins, self._prefix)
+        routes.append(Route(self._prefix + "/plugins/{name}/{path:path}", of_plugins))
         if self.config.server.static_path is not None:
             files = StaticFiles(directory=self.config.server.static_path, html=True)
             routes.append(Mount(self._prefix or "/", app=files))
