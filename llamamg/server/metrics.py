@@ -74,6 +74,13 @@ class EngineCollector(Collector):
             enabled.add_metric([view.name], float(view.enabled))
         yield effect
         yield enabled
+        hooks = getattr(self._engine.plugins, "hooks", None)
+        if hooks is not None and hooks.traced:
+            text = "Time spent in a plugin's hook (with LLAMAMG_TRACE_HOOKS=1)"
+            spent = CounterMetricFamily("llamamg:hook_seconds", text, labels=["plugin", "hook"])
+            for (plugin, hook), seconds in list(hooks.seconds.items()):
+                spent.add_metric([plugin, hook], seconds)
+            yield spent
 
 
 def _histogram(name: str, text: str, histogram: Any) -> HistogramMetricFamily:

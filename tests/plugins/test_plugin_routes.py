@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from prometheus_client import Counter, generate_latest
+import pytest
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -15,6 +16,8 @@ from starlette.routing import Route
 
 from llamamg.plugins import PluginSet
 from llamamg.plugins.routes import PluginRoutes
+from llamamg.server.metrics import Metrics
+from llamamg.testing import ask, fake_engine, run
 
 
 async def depth(request: Request) -> PlainTextResponse:
@@ -44,10 +47,17 @@ def test_routes_answer_while_the_plugin_is_on(make: Any) -> None:
     assert get(plugins, "/api/plugins/a/depth/3")[0] == 404
 
 
-def test_counters_are_in_the_sets_registry(make: Any) -> None:
+def test_metrics_have_a_plugins_own_counters_and_its_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def register(self: Any, metrics: Any) -> None:
         Counter("llamamg:a_hits", "hits", registry=metrics).inc(3)
 
-    plugins = make.on(make.plugin("a", {"register_metrics": register}))
-    plugins.start(SimpleNamespace(slots=[]))
-    assert b"llamamg:a_hits_total 3.0" in generate_latest(plugins.registry)
+    monkeypatch.setenv("LLAMAMG_TRACE_HOOKS", "1")
+    plugins = make.on(make.plugin("a", {"register_metrics": register, "idle": lambda self: None}))
+    engine, _, _ = fake_engine(2, plugins=plugins)
+    plugins.start(engine)
+    engine.submit(ask("hello", n_predict=2))
+    run(engine)
+    page = Metrics(engine).text().decode()
+    assert "llamamg:a_hits_total 3.0" in page
+    assert 'llamamg:plugin_enabled{plugin="a"} 1.0' in page
+    assert 'llamamg:hook_seconds_total{hook="idle",plugin="a"}' in page

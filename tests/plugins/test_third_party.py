@@ -87,6 +87,12 @@ def test_listed_and_off_until_named(scratch: Path) -> None:
     assert view["options"] == {"target-ms": 60.0}
 
 
+def test_the_example_test_of_the_page_passes(scratch: Path) -> None:
+    (example,) = blocks("py")
+    done = subprocess.run([str(scratch), "-c", example], capture_output=True, text=True, cwd=scratch.parent)
+    assert done.returncode == 0, done.stderr
+
+
 def test_named_it_acts_and_the_automatic_one_gives_way(scratch: Path) -> None:
     found = output(scratch, "-c", ACT)
     views = {view["name"]: view for view in found["views"]}
