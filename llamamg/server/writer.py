@@ -38,7 +38,7 @@ class Writer:
     does the whole job. When it has to wait, a task sees it through and everything written meanwhile goes out as one.
     """
 
-    __slots__ = ("_buffer", "_closing", "_messages", "_on_broken", "_send", "_task", "last_write")
+    __slots__ = ("_buffer", "_closing", "_dead", "_messages", "_on_broken", "_send", "_task", "last_write")
 
     def __init__(self, send: Send, on_broken: Callable[[], None]) -> None:
         self._send = send
@@ -47,6 +47,7 @@ class Writer:
         self._messages: deque[Message] = deque()
         self._task: asyncio.Future[None] | None = None
         self._closing = False
+        self._dead = False
         self.last_write = 0.0  # set by whoever flushes, on the loop's clock
 
     def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -56,7 +57,8 @@ class Writer:
 
     def write(self, data: bytes) -> None:
         """Add bytes to the next chunk."""
-        self._buffer.append(data)
+        if not self._dead:
+            self._buffer.append(data)
 
     def flush(self) -> None:
         """Send what was written, if anything."""
@@ -65,7 +67,7 @@ class Writer:
 
     def close(self) -> None:
         """Send what was written and end the response."""
-        self._closing = True
+        self._closing = not self._dead
         if self._task is None:
             self._pump()
 
@@ -111,6 +113,7 @@ class Writer:
             self._pump()
 
     def _broken(self) -> None:
+        self._dead = True
         self._buffer.clear()
         self._messages.clear()
         self._closing = False

@@ -209,6 +209,10 @@ class FakeEngine:
         self._thread.start()
 
     @property
+    def idle(self) -> bool:
+        return not self._running and not self._queue
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
