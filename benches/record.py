@@ -1,0 +1,237 @@
+"""What was measured on: machine, commits, build, model, flags. And a results folder that is either whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("llama_cpp_python", "numpy", "uvicorn", "uvloop", "httptools", "starlette", "orjson", "cffi", "pluggy")
+ENVIRONMENT = re.compile(r"^(LLAMA|GGML|LLAMAMG|OMP|GOMP|CUDA|NVIDIA|NCCL|PYTHON)")
+
+
+class ResultsError(RuntimeError):
+    """The results cannot be written; the text says what to do."""
+
+
+# -- what it ran on
+
+
+def machine() -> dict[str, Any]:
+    """CPU, memory, operating system and GPUs."""
+    return {
+        "cpu": _cpu_name(),
+        "n_cpus": os.cpu_count(),
+        "n_cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "kernel": platform.release(),
+        "system": platform.system(),
+        "gpus": _gpus(),
+    }
+
+
+def machine_name(facts: Mapping[str, Any]) -> str:
+    """A folder name for a kind of machine: GPUs if it has any, else CPU and number of cores."""
+    gpus = facts.get("gpus") or []
+    text = f"{len(gpus)}x{gpus[0]['name']}" if gpus else f"{facts['cpu']}-{facts['n_cpus_usable']}c"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def software() -> dict[str, Any]:
+    """Our commit, Python and the packages that are on the path of a request."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = ""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "packages": versions,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},
+    }
+
+
+def build(folder: Path) -> dict[str, Any]:
+    """BUILD_INFO.json of a build; paths left out. {} when it has none."""
+    try:
+        info = json.loads((folder / "BUILD_INFO.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return dict(info) if isinstance(info, dict) else {}
+
+
+def model(path: Path) -> dict[str, Any]:
+    """Name, size and hash of a model file."""
+    with path.open("rb") as file:
+        digest = _digest(file)
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def everything(**more: Any) -> dict[str, Any]:
+    """The record that every result carries; `more` has what only the bench knows (flags, build, model)."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "software": software(),
+        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **more,
+    }
+
+
+def without_paths(arguments: Sequence[str]) -> list[str]:
+    """A command line as it may be published: files by their name only."""
+    return [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
+
+
+# -- where it goes
+
+
+class ResultFolder:
+    """`with ResultFolder("serve-rate") as folder:` files written into `folder.path` appear under results only at the end.
+
+    An exception, Ctrl-C included, leaves nothing behind.
+    """
+
+    def __init__(self, what: str, root: Path | None = None, name: str | None = None) -> None:
+        self._root = (root or RESULTS) / (name or machine_name(machine()))
+        self._what = what
+        self.path = Path()  # while inside the with block
+        self.final = Path()  # after it
+
+    def __enter__(self) -> ResultFolder:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self._root))
+        except OSError as error:
+            raise ResultsError(
+                f"results cannot be written to {self._root} ({error.strerror}); choose another folder with --results"
+            ) from error
+        return self
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a value as JSON."""
+        (self.path / name).write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        (self.path / name).write_text(text)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        self.path.chmod(0o755)
+        day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        n = 1
+        while True:
+            self.final = self._root / (f"{day}-{self._what}" + (f"-{n}" if n > 1 else ""))
+            try:
+                self.path.rename(self.final)  # fails on a folder that is not empty, so nothing is overwritten
+                return
+            except OSError:
+                if not self.final.exists():
+                    raise
+                n += 1
+
+
+# -- small readers
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def _gpus() -> list[dict[str, Any]]:
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return [_gpu(pynvml, i, driver) for i in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int, driver: Any) -> dict[str, Any]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(function: str, *arguments: Any) -> Any:
+        try:
+            value = getattr(nvml, function)(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+        return value.decode() if isinstance(value, bytes) else value
+
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    return {
+        "name": ask("nvmlDeviceGetName"),
+        "driver": driver.decode() if isinstance(driver, bytes) else driver,
+        "memory_gib": round(memory.total / 2**30, 1) if memory else None,
+        "pcie_generation_max": ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+        "pcie_width_max": ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        "power_limit_w": (ask("nvmlDeviceGetPowerManagementLimit") or 0) / 1000,
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _digest(file: Any) -> Any:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
