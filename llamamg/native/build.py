@@ -167,6 +167,9 @@ def _cmake_flags(wanted: Plan, literal: Path) -> list[str]:
     if wanted.cuda:
         archs = next(flag for flag in wanted.flags if flag.startswith("-DCMAKE_CUDA_ARCHITECTURES="))
         flags += cuda.cmake_flags(archs.partition("=")[2])
+    else:
+        # CMake remembers: a build folder that once had CUDA must forget where it was.
+        flags.append("-DLLAMAMG_RPATH=")
     return [
         *flags,
         f"-DLLAMAMG_TREE={wanted.source}",

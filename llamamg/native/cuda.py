@@ -85,6 +85,7 @@ def cmake_flags(archs: str | None) -> list[str]:
         f"-DCUDAToolkit_ROOT={root}",
         f"-DCMAKE_CUDA_COMPILER={root / 'bin' / 'nvcc'}",
         f"-DCMAKE_CUDA_ARCHITECTURES={archs or architectures()}",
+        f"-DLLAMAMG_RPATH={root / 'lib64'}",
     ]
 
 
