@@ -24,7 +24,7 @@ def pack(folder: Path, facts: dict[str, Any], target: Path) -> Path:
         (root / "lib").mkdir(parents=True)
         for library in sorted(folder.glob("lib*.so*")):
             shutil.copy2(library, root / "lib" / library.name, follow_symlinks=False)
-        for program in ("llama-server", "rpc-server"):
+        for program in ("llama-server", "ggml-rpc-server"):
             if (folder / program).is_file():
                 shutil.copy2(folder / program, root / "lib" / program)
         if facts["patched"]:

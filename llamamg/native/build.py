@@ -48,14 +48,14 @@ class Plan:
         # With all variants there is one target per CPU family; ggml depends on each of them.
         cpu = [] if self.all_variants else ["ggml-cpu"]
         gpu = ["ggml-cuda"] if self.cuda else []
-        tools = ["llama-server", "rpc-server"] if self.server else []
+        tools = ["llama-server", "ggml-rpc-server"] if self.server else []
         return ["ggml", "llama", "ggml-rpc", "llamamg", *cpu, *gpu, *tools]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `llamamg build`."""
     parser.add_argument("--upstream", action="store_true", help="build the same tree unpatched: the A/B baseline")
-    parser.add_argument("--server", action="store_true", help="also build this tree's llama-server and rpc-server")
+    parser.add_argument("--server", action="store_true", help="also build this tree's llama-server and ggml-rpc-server")
     gpu = parser.add_mutually_exclusive_group()
     gpu.add_argument(
         "--cuda", action="store_true", default=None, help="build the CUDA backend (default: if a GPU is visible)"

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llamamg_plugins.prefill_gate import PrefillGate
 
 from llamamg import Request, Sequence, Slot, StepState, hookimpl
 from llamamg.config import PluginsConfig
@@ -16,6 +15,7 @@ from llamamg.plugins.testing import config as full_config
 from llamamg.plugins.testing import on, unconfigured
 from llamamg.request import Failed, Finished
 from llamamg.testing import ask, fake_engine, run
+from llamamg_plugins.prefill_gate import PrefillGate
 
 
 def prompt(n_left: int, arrival: float, *, slot: int = 0, priority: int = 0, n_done: int = 0) -> Sequence:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llamamg_plugins.seq_compact import SeqCompact, compact
 
 from llamamg import Request, Slot, StepState, hookimpl
 from llamamg.config import PluginsConfig
@@ -16,6 +15,7 @@ from llamamg.plugins.testing import config as full_config
 from llamamg.plugins.testing import on, unconfigured
 from llamamg.request import Failed, Finished
 from llamamg.testing import ask, fake_engine, run
+from llamamg_plugins.seq_compact import SeqCompact, compact
 
 
 def test_the_issues_example() -> None:
