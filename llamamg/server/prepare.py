@@ -205,6 +205,8 @@ def mixed_tokens(name: str, value: Any, vocab: VocabularyLike, add_special: bool
 
 def _chat(data: Mapping[str, Any], context: PrepareContext) -> tuple[str, dict[str, Any], int]:
     generation = context.generation
+    if data.get("tools") and not generation.jinja:
+        raise bad_request("tools param requires --jinja flag")
     chat = chat_prompt(data, context.chat, generation.chat_template_kwargs, generation.prefill_assistant)
     text, last_user = chat.text, chat.last_user
     bos = context.vocab.bos_piece

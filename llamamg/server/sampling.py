@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llamamg.request import RANDOM_SEED, SAMPLERS, SamplingParams
+from llamamg.options import sampling_values
+from llamamg.request import RANDOM_SEED, SamplingParams
 from llamamg.server import chat_format
 from llamamg.server.contract import VocabularyLike
 from llamamg.server.errors import bad_field, bad_request
@@ -25,18 +26,6 @@ from llamamg.server.fields import (
     type_name,
 )
 
-SAMPLER_LETTERS = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-}
-SAMPLER_ALIASES = {"typical_p": "typ_p", "temp": "temperature", "nucleus": "top_p", "typ": "typ_p", "typical": "typ_p"}
 NO_LAZY_GRAMMAR = "lazy grammars are not supported; leave it out to have the grammar apply from the first token"
 
 
@@ -78,18 +67,12 @@ def _n_probs(body: Body, default: int, n_vocab: int) -> int:
 
 
 def _samplers(value: Any) -> tuple[str, ...]:
-    if type(value) is str:
-        unknown = [c for c in value if c not in SAMPLER_LETTERS]
-        if unknown:
-            raise bad_field("samplers", f"there is no sampler '{unknown[0]}'; letters are {''.join(SAMPLER_LETTERS)}")
-        return tuple(SAMPLER_LETTERS[c] for c in value)
-    names = strings({"samplers": value}, "samplers")
-    chosen = [name.replace("-", "_") for name in names]
-    chosen = [SAMPLER_ALIASES.get(name, name) for name in chosen]
-    for name in chosen:
-        if name not in SAMPLERS:
-            raise bad_field("samplers", f"there is no sampler '{name}'; known are {', '.join(SAMPLERS)}")
-    return tuple(chosen)
+    try:
+        if type(value) is str:
+            return sampling_values.sampler_letters(value)
+        return sampling_values.samplers(";".join(strings({"samplers": value}, "samplers")))
+    except ValueError as error:
+        raise bad_field("samplers", str(error)) from None
 
 
 def _bias(value: Any) -> float | None:
