@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from llamamg.batch import Batch
+from llamamg.batch import Batch, Row
 from llamamg.decisions import Fail, Retry, Shrink
 from llamamg.errors import BatchError, KVFull
 from llamamg.hookcalls import HookCalls
@@ -67,15 +67,24 @@ class Recovery:
             self._fail(batch, error)
             return
         parts = [batch]
-        while len(parts) < n_parts and any(part.n_tokens > 1 for part in parts):
+        while len(parts) < n_parts:
             largest = max(parts, key=lambda part: part.n_tokens)
+            halves = [half for half in largest.halves() if half.rows]
+            if len(halves) < 2:
+                break
             at = parts.index(largest)
-            parts[at : at + 1] = [half for half in largest.halves() if half.rows]
+            parts[at : at + 1] = halves
         if len(parts) == 1:
-            self._fail(batch, error)
-            return
+            # What cannot be halved is one row with a draft, which is verified whole or not at all.
+            self._drop_draft(batch.rows[0])
         self._retried.update(id(part) for part in parts)
         self._pending.extendleft(reversed(parts))
+
+    def _drop_draft(self, row: Row) -> None:
+        sequence = row.sequence
+        sequence.slot.tokens.keep(row.pos0 + 1)
+        sequence.n_past = row.pos0 + 1
+        row.tokens, row.n_logits = row.tokens[:1], 1
 
     def _shrink(self, batch: Batch, error: BatchError, n_tokens: int) -> None:
         freed = 0

@@ -256,3 +256,20 @@ def test_shrink_gives_up_as_much_as_asked(with_plugins: Callable[..., Any]) -> N
     run(engine)
     assert isinstance(last(events, request), Finished)
     assert [len(slot.tokens) for slot in engine.slots] == [0, 0, 30, 20]
+
+
+def test_a_draft_that_finds_no_room_is_dropped(with_plugins: Callable[..., Any]) -> None:
+    @plugin(name="drafter", **DECLARE)
+    class Drafter:
+        @hookimpl
+        def draft(self, sequence: Any, limit: int) -> list[int]:
+            return [sequence.last_token + 1 + i for i in range(limit)]
+
+    engine, runner, events = with_plugins(Drafter, n_slots=1, n_draft_max=4)
+    runner.fail = lambda batch: KVFull(1, "no room") if batch.rows[0].n_logits > 1 else None
+    request = ask(PROMPT[:10], n_predict=6)
+    engine.submit(request)
+    run(engine)
+    assert last(events, request).text == text_alone(PROMPT[:10], 6)
+    assert engine.stats.n_draft == 0
+    assert engine.slots[0].tokens.view().tolist() == runner.kv.held[0]
