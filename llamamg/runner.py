@@ -60,7 +60,7 @@ class ModelRunner:
     """One context. llama_decode returns at once on a GPU and blocks on a CPU; sampling waits for the logits."""
 
     def __init__(self, llama: Any, mg: Any, context: Any, n_batch: int, n_ubatch: int, n_outputs_max: int) -> None:
-        self._llama, self._context = llama, context
+        self._llama, self.context = llama, context
         self.n_batch, self.n_ubatch = n_batch, n_ubatch
         self._sampler = RowSampler(mg, context, max(n_outputs_max, 1))
         self._in_flight: deque[tuple[Batch, float]] = deque()
@@ -106,7 +106,7 @@ class ModelRunner:
             n = end
         self._batch.n_tokens = n
         started = time.perf_counter()
-        code = self._llama.llama_decode(self._context, self._batch)
+        code = self._llama.llama_decode(self.context, self._batch)
         if code == 1:
             raise KVFull(code, f"no room in the KV cache for a batch of {n} tokens")
         if code != 0:
@@ -162,7 +162,7 @@ class ModelRunner:
         return out
 
     def close(self) -> None:
-        if self._context:
-            self._llama.llama_synchronize(self._context)
-            self._llama.llama_free(self._context)
-            self._context = None
+        if self.context:
+            self._llama.llama_synchronize(self.context)
+            self._llama.llama_free(self.context)
+            self.context = None

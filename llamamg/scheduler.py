@@ -106,6 +106,11 @@ class Scheduler:
         return bool(idle)
 
     @property
+    def kv(self) -> KVCache:
+        """The sequence memory."""
+        return self._kv
+
+    @property
     def running(self) -> list[Sequence]:
         """Sequences in slots."""
         return list(self._running.values())
