@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import hashlib
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,6 +195,8 @@ def _lock() -> Iterator[None]:
 
 def run(args: argparse.Namespace) -> int:
     """`llamamg build`. Returns the exit status; failures are sentences on stderr."""
+    # Ninja must not outlive us when a service manager or CI stops the build.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         wanted = plan(args)
         fresh = up_to_date(wanted)
@@ -207,6 +210,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nllamamg build: interrupted; run it again to go on where it stopped", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -91,9 +91,15 @@ def compilation(pristine: Path, parsed: list[Patch], *, full: bool = False) -> l
             targets = wanted.targets if full else _touched(objects, before, source, patch)
             if targets:
                 ninja.compile(folder, targets, toolchain.jobs(), label=f"prefix {n_applied}")
-            report.append(f"{patch.name}: compiled {'all targets' if full else f'{len(targets)} objects'}")
+            report.append(f"{patch.name}: {_outcome(patch, len(targets), full)}")
         before = objects
     return report
+
+
+def _outcome(patch: Patch, n_objects: int, full: bool) -> str:
+    if not full and not n_objects and all(path.startswith("ggml/src/ggml-cuda/") for path in patch.files):
+        return "only CUDA sources, not compiled here"
+    return "compiled all targets" if full else f"compiled {n_objects} objects"
 
 
 def _objects(folder: Path) -> dict[str, str]:
