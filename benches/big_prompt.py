@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,11 +22,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from benches import client, record
-from benches.quiet import wait_until_quiet
-from benches.serve_rate import PLUGINS
-from benches.sides import Server, SideError, llama_server, ours
 from llamamg import paths, synth
+
+from . import client, launch, record
+from .quiet import wait_until_quiet
+from .serve_rate import PLUGINS
+from .sides import Server, SideError, llama_server, ours
 
 LIMIT_MS = 2.0
 N_PROMPT = 250_000
@@ -297,12 +296,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            sys.exit(main())
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
-        except (SideError, client.ServerError) as problem:
-            print(f"error: {problem}", file=sys.stderr)
-            sys.exit(1)
+    launch.run(main)

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benches import client, record
-from benches.fake_decode import TimedDecode, precise_sleep, timed_engine
-from benches.quiet import wait_until_quiet
 from llamamg.config import Config, ModelConfig, PluginsConfig
 from llamamg.server.app import App, build_app
 from llamamg.server.prepare import PrepareContext
+
+from . import client, launch, record
+from .fake_decode import TimedDecode, precise_sleep, timed_engine
+from .quiet import wait_until_quiet
 
 LIMIT_US = 150.0
 N_SLOTS = 8
@@ -134,7 +135,7 @@ def streams(consumer: Consumer, kind: str, n_predict: int) -> Iterator[Callable[
         return
     with _uvicorn(consumer) as url:
         child = subprocess.Popen(
-            [sys.executable, "-m", "benches.overhead", "--be-client", url, json.dumps(bodies)],
+            [sys.executable, "-m", f"{__package__}.overhead", "--be-client", url, json.dumps(bodies)],
             cwd=Path(__file__).resolve().parent.parent,
         )
         try:
@@ -303,8 +304,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    launch.run(main)

@@ -7,14 +7,14 @@ benches/results/<machine>/<date>-serve/. The exit status is 0 when every bar is 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from benches import big_prompt, client, overhead, record, serve_rate
-from benches.record import ResultFolder, ResultsError
-from benches.sides import SideError, llama_server_binary
 from llamamg import demo, library, paths
+
+from . import big_prompt, launch, overhead, record, serve_rate
+from .record import ResultFolder
+from .sides import llama_server_binary
 
 PARTS = ("overhead", "big-prompt", "serve-rate")
 
@@ -113,11 +113,4 @@ def _run(args: argparse.Namespace, chosen: list[str] | tuple[str, ...]) -> tuple
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    except (SideError, ResultsError, client.ServerError, library.LibraryNotFound) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(1)
+    launch.run(main)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benches import client, pairs, record
-from benches.quiet import wait_until_quiet
-from benches.sides import BareLibrary, Server, SideError, llama_server, ours
+from . import client, launch, pairs, record
+from .quiet import wait_until_quiet
+from .sides import BareLibrary, Server, SideError, llama_server, ours
 
 BARS = {"llama-server": 0.98, "bare library": 0.97}
 THREADS = {"llama-server": 2, "bare library": 1}
@@ -265,11 +264,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (SideError, client.ServerError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(1)
+    launch.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -17,17 +18,25 @@ from types import TracebackType
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from benches.quiet import cpu_s
-from benches.record import free_port
 from llamamg import paths
+
+from .quiet import cpu_s
+from .record import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 300.0
 STOP_S = 15.0
+PR_SET_PDEATHSIG = 1
 
 
 class SideError(RuntimeError):
     """A side cannot be started or answers wrongly; the text says what to do."""
+
+
+def _end_with_parent() -> None:
+    """In the child, before it runs: on Linux a server must not outlive a bench that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Process:
@@ -51,6 +60,7 @@ class Process:
                 env=self._env,
                 cwd=ROOT,
                 start_new_session=True,  # Ctrl-C is ours to pass on
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             raise SideError(f"{self.name}: cannot run {self.argv[0]}: {error.strerror}") from error
@@ -175,7 +185,7 @@ class BareLibrary:
 
     def __init__(self, model: Path, flags: dict[str, Any], build: Path | None = None) -> None:
         self.name = "bare library"
-        argv = [sys.executable, "-m", "benches.bare", str(model), json.dumps(flags)]
+        argv = [sys.executable, "-m", f"{__package__}.bare", str(model), json.dumps(flags)]
         self.process = Process(self.name, argv, {"LLAMAMG_BUILD": str(build)} if build else None, piped=True)
 
     def __enter__(self) -> BareLibrary:
