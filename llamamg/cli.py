@@ -13,6 +13,7 @@ COMMANDS = {
     "plugins": ("llamamg.plugin_cli", "list plugins and their options"),
     "doctor": ("llamamg.doctor", "say which native build, switches and devices are found"),
     "build": ("llamamg.native.build", "build the native libraries"),
+    "bench": ("llamamg.bench_cli", "measure what plugins gain, and check that answers stay the same"),
     "synth": ("llamamg.synth", "write a model with random weights, for tests and benchmarks"),
     "patches": ("llamamg.native.patches", "apply, check, refresh or export the patch series"),
 }
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
-        if not _for_the_user(error):
+        if not for_the_user(error):
             raise
         print(f"llamamg: error: {error}", file=sys.stderr)
         return 1
@@ -70,7 +71,7 @@ def _overview() -> str:
     return "\n".join([*lines, "", "`llamamg COMMAND --help` lists a command's options.", ""])
 
 
-def _for_the_user(error: Exception) -> bool:
+def for_the_user(error: Exception) -> bool:
     """Whether the text is a sentence for the user; everything else is a bug and keeps its traceback."""
     from llamamg.errors import LoadError
     from llamamg.library import LibraryNotFound

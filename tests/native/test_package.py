@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy2(root / name, copy / name)
-    for name in ("llamamg", "plugins", "native"):
+    for name in ("llamamg", "plugins", "benches", "native"):
         shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = copy / "wheel"
     command = [

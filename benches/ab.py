@@ -1,0 +1,199 @@
+"""One plugin on and off under one load, in A-B-B-A blocks on the same resident sessions of one engine.
+
+A difference is claimed only when the 99 % interval of the paired ratios is clear of zero and the effect is at least 1 %.
+Exit status 1: the plugin applies and did nothing, or it changed a token that it promises to keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from llamamg import paths
+from llamamg.config import Config
+from llamamg.engine import Engine
+from llamamg.guard import GuardKind
+from llamamg.plugins import discover
+from llamamg.plugins.selection import declaration_of, unknown
+
+from . import record
+from .errors import BenchError
+from .flags import config_of, model_path, opened, take_models, unavailable, with_plugin
+from .judge import NOT_APPLICABLE, check_pairs, failed, judge, sentence, unmeasured
+from .loads import LOADS, Load, Sizes
+from .session import Session
+from .switching import Restarted, Toggled
+
+NAME = "ab"
+HELP = "one plugin on and off under one load"
+SERVE_FLAGS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    parser.add_argument("--plugin", required=True, metavar="NAME", help="the plugin to switch")
+    parser.add_argument(
+        "--load", required=True, choices=tuple(LOADS), help="; ".join(f"{x.name}: {x.help}" for x in LOADS.values())
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="A-B pairs (default 12; from 30 on the interval is a bootstrap)"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="two processes with a model each, for a plugin that cannot be switched while it runs",
+    )
+    add_sizes(parser)
+    add_results(parser)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """How much work a block is."""
+    d = Sizes()
+    parser.add_argument(
+        "--depth", type=int, default=d.depth, help=f"tokens that each session holds (default {d.depth})"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=d.n_tokens, help=f"tokens per session in a block (default {d.n_tokens})"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=d.n_prompt, help=f"tokens of an arriving prompt (default {d.n_prompt})"
+    )
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Where it goes."""
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="where to keep the result (default: benches/results)"
+    )
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """The sizes asked for. Raises BenchError for sizes that cannot be."""
+    for name, least in (("depth", 8), ("tokens", 4), ("prompt", 8)):
+        if getattr(args, name) < least:
+            raise BenchError(f"--{name} must be at least {least}")
+    return Sizes(args.depth, args.tokens, args.prompt)
+
+
+def serve_flags(model: Path, loads: Sequence[Load], sizes: Sizes, given: Sequence[str]) -> list[str]:
+    """Defaults that fit the loads, then what was given: the later one counts."""
+    n_slots = max(load.n_slots for load in loads)
+    for i, word in enumerate(given[:-1]):
+        if word in ("-np", "--parallel") and given[i + 1].isdigit():
+            n_slots = int(given[i + 1])
+    n_ctx = n_slots * -(-max(sizes.needed(load) for load in loads) // 256) * 256
+    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, keep, print."""
+    check_pairs(args.pairs)
+    sizes, load = sizes_of(args), LOADS[args.load]
+    found = discover()
+    if args.plugin not in found:
+        raise BenchError(unknown(args.plugin, found))
+    declaration = declaration_of(args.plugin, found)
+    if declaration.toggle == "restart" and not args.restart:
+        raise BenchError(
+            f"{args.plugin} can only be switched at the start of a server: add --restart to measure it with two processes"
+        )
+    models, given = take_models(args.flags)
+    if len(models) > 1:
+        raise BenchError("give one model; `llamamg bench ablation` takes several")
+    model = model_path(models[0] if models else "demo")
+    flags = serve_flags(model, (load,), sizes, given)
+    config = config_of(flags)
+    with record.ResultFolder(f"ab-{args.plugin}-{load.name}", args.results) as folder:
+        with tqdm(total=2 * args.pairs, desc=f"{args.plugin}, {load.name}", unit="block", disable=None) as bar:
+            row = _row(args, config, flags, load, sizes, declaration.guard.kind, bar)
+        row = {"model": model.name, "load": load.name, "effect_unit": declaration.effect, **row}
+        result = {"bench": NAME, "flags": record.without_paths(flags), "sizes": vars_of(sizes), "rows": [row]}
+        result["record"] = record_of(model)
+        folder.write("result.json", result)
+        folder.text("table.txt", table(result) + "\n")
+    print(table(result))
+    print(f"kept in {folder.final}", file=sys.stderr)
+    return 1 if failed([row]) else 0
+
+
+def _row(
+    args: argparse.Namespace, config: Config, flags: list[str], load: Load, sizes: Sizes, guard: GuardKind, bar: Any
+) -> dict[str, Any]:
+    def told(done: int, total: int) -> None:
+        bar.update(1)
+
+    name = args.plugin
+    try:
+        if args.restart:
+            with Restarted(flags, name, load, sizes) as sides:
+                return judge(sides, name, load.metrics, guard, args.pairs, told)
+        with opened(with_plugin(config, name, True)) as engine:
+            return judge(Toggled(Session(engine, load, sizes), name), name, load.metrics, guard, args.pairs, told)
+    except Exception as error:
+        reason = unavailable(error)
+        if reason is None:
+            raise
+        return unmeasured(name, NOT_APPLICABLE, reason)
+
+
+def vars_of(sizes: Sizes) -> dict[str, int]:
+    """The sizes by name."""
+    return {"depth": sizes.depth, "n_tokens": sizes.n_tokens, "n_prompt": sizes.n_prompt}
+
+
+def record_of(*models: Path) -> dict[str, Any]:
+    """Machine, software, build and models."""
+    build = Path(os.environ.get("LLAMAMG_BUILD") or paths.build("patched"))
+    return record.everything(build=record.build(build), models=[record.model(model) for model in models])
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = []
+    for row in result["rows"]:
+        lines.append(f"{row['plugin']}, load {row['load']}, {row['model']}: {sentence(row, row['effect_unit'])}")
+        if not row.get("metrics"):
+            continue
+        lines.append(f"  {row['n_pairs']} pairs A-B-B-A, {row['how']}")
+        lines.append(f"  {'':<12} {'on':>9} {'off':>9}      {'change':>8} {'99 % interval':>20}")
+        lines += [f"  {line}" for line in metric_lines(row["metrics"])]
+        on = row["tokens"]["on"]
+        lines.append(f"  tokens: {on['n_compared']} compared, {on['n_ties']} near ties, {on['n_changed']} changes")
+    return "\n".join(lines)
+
+
+def metric_lines(metrics: dict[str, Any]) -> list[str]:
+    """One line per metric."""
+    return [
+        f"{name:<12} {_middle(m['on']):9.2f} {_middle(m['off']):9.2f} {m['unit']:<4} {m['change_percent']:+7.1f} % "
+        f"{m['change_interval'][0]:+8.1f} … {m['change_interval'][1]:+6.1f} %  {word(m['better'])}"
+        for name, m in metrics.items()
+    ]
+
+
+def word(better: bool | None) -> str:
+    """A verdict."""
+    return "no difference" if better is None else "better" if better else "WORSE"
+
+
+def _middle(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def loaded_plugins(engine: Engine) -> list[str]:
+    """Names of the plugins that are on."""
+    return engine.plugins.enabled()
+
+
+if __name__ == "__main__":
+    from .program import alone
+
+    sys.exit(alone(sys.modules[__name__]))

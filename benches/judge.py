@@ -1,0 +1,146 @@
+"""From blocks with a plugin on and off to one row of a result: what it gained, whether it acted, whether answers changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llamamg.guard import GuardKind
+
+from . import pairs
+from .errors import BenchError
+from .session import Block
+from .switching import Sides
+from .tokens import Reference, TokenCount
+
+N_PROBES = 2  # blocks in which a plugin must have acted once, or timing it is pointless
+HIGHER_IS_BETTER = {
+    "decode_tps": True,
+    "prefill_tps": True,
+    "itl_p50_ms": False,
+    "itl_p99_ms": False,
+    "itl_max_ms": False,
+}
+UNITS = {"decode_tps": "t/s", "prefill_tps": "t/s", "itl_p50_ms": "ms", "itl_p99_ms": "ms", "itl_max_ms": "ms"}
+N_PAIRS_MIN = 3
+
+ACTED, NO_EFFECT, NOT_APPLICABLE = "acted", "no effect", "not applicable"
+TOKENS_CHANGED, NOT_MEASURED = "tokens changed", "not measured"
+
+
+def judge(
+    sides: Sides,
+    plugin: str,
+    metrics: tuple[str, ...],
+    guard: GuardKind,
+    n_pairs: int,
+    told: Callable[[int, int], None] = lambda done, total: None,
+    budget_s: float | None = None,
+) -> dict[str, Any]:
+    """Measure A-B-B-A pairs (A is on) and judge them. A `budget_s` may shorten the run to fewer pairs."""
+    first = sides.reference()
+    reference = Reference(first.tokens, first.margins)
+    counts = {True: TokenCount(), False: TokenCount()}
+    effect, probe_s = 0, 0.0
+    for _ in range(N_PROBES):
+        began = time.perf_counter()
+        probe = sides.block(True)
+        probe_s = time.perf_counter() - began
+        effect += probe.effects.get(plugin, 0)
+        if effect:
+            break
+    row: dict[str, Any] = {"plugin": plugin, "how": sides.how, "guard": guard.value, "effect": effect, "n_pairs": 0}
+    counts[True].add(*reference.compare(probe.tokens))
+    if effect == 0:
+        return {
+            **row,
+            **_tokens(counts),
+            "status": NO_EFFECT,
+            "reason": "its effect counter did not move under this load",
+        }
+    if budget_s is not None:
+        n_pairs = max(N_PAIRS_MIN, min(n_pairs, int(budget_s / (2 * probe_s + 1e-9))))
+    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    order = pairs.order(n_pairs)
+    for i, side in enumerate(order):
+        on = side == "A"
+        block = sides.block(on)
+        blocks[on].append(block)
+        counts[on].add(*reference.compare(block.tokens))
+        told(i + 1, len(order))
+    row["effect"] += sum(block.effects.get(plugin, 0) for block in blocks[True])
+    row["n_pairs"] = n_pairs
+    row["n_recomputed"] = max(block.n_recomputed for side in blocks.values() for block in side)
+    row["metrics"] = {name: compared(name, blocks[True], blocks[False]) for name in metrics}
+    row.update(_tokens(counts))
+    return {**row, **_status(guard, counts)}
+
+
+def compared(name: str, on: list[Block], off: list[Block]) -> dict[str, Any]:
+    """One metric of both sides. `change_percent` and its interval are of on against off."""
+    a, b = [block.metrics[name] for block in on], [block.metrics[name] for block in off]
+    c = pairs.compare(a, b)
+    better = None if c.verdict == "no difference" else (c.verdict == "A higher") == HIGHER_IS_BETTER[name]
+    return {
+        "unit": UNITS[name],
+        "on": a,
+        "off": b,
+        **c.json(),
+        "change_percent": 100 * (c.mean - 1),
+        "change_interval": [100 * (c.low - 1), 100 * (c.high - 1)],
+        "better": better,  # null: no difference is claimed
+    }
+
+
+def _tokens(counts: dict[bool, TokenCount]) -> dict[str, Any]:
+    return {"tokens": {"on": counts[True].json(), "off": counts[False].json()}}
+
+
+def _status(guard: GuardKind, counts: dict[bool, TokenCount]) -> dict[str, Any]:
+    """Whether the answers stayed the same, as far as the plugin promises that."""
+    on, off = counts[True], counts[False]
+    if off.n_changed:
+        return {
+            "status": NOT_MEASURED,
+            "reason": f"the model does not repeat itself with the plugin off ({off.n_changed} sessions differed)",
+        }
+    changed = on.first
+    if guard is GuardKind.EXACT and on.n_ties and changed is None:
+        return {
+            "status": TOKENS_CHANGED,
+            "reason": f"it promises the same bits and {on.n_ties} near ties fell the other way",
+        }
+    if changed is None or guard is GuardKind.CLOSE:
+        return {"status": ACTED, "reason": None}
+    margin = "" if changed.margin is None else f", which was {changed.margin:.2f} nats behind"
+    return {
+        "status": TOKENS_CHANGED,
+        "reason": f"it promises {guard.value} and session {changed.session} got token {changed.got} in place of "
+        f"{changed.expected}{margin} at position {changed.position}",
+    }
+
+
+def unmeasured(plugin: str, status: str, reason: str) -> dict[str, Any]:
+    """A row without numbers."""
+    return {"plugin": plugin, "status": status, "reason": reason, "n_pairs": 0}
+
+
+def sentence(row: dict[str, Any], unit: str) -> str:
+    """The row's outcome in words."""
+    if row["status"] == ACTED:
+        return f"acted: {row['effect']} {unit}"
+    if row["status"] == NO_EFFECT:
+        return f"applicable but no effect: {row['reason']}; choose a load in which it acts"
+    return f"{row['status']}: {row['reason']}"
+
+
+def failed(rows: list[dict[str, Any]]) -> bool:
+    """Whether a row is an error."""
+    return any(row["status"] in (NO_EFFECT, TOKENS_CHANGED, NOT_MEASURED) for row in rows)
+
+
+def check_pairs(n_pairs: int) -> None:
+    """Raises BenchError for a number of pairs that says nothing."""
+    if n_pairs < N_PAIRS_MIN:
+        raise BenchError(f"--pairs {n_pairs} is too few for an interval: use {N_PAIRS_MIN} or more (default 12)")

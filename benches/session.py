@@ -1,0 +1,281 @@
+"""Blocks of work on sessions that stay in their slots, in an engine that this thread steps itself.
+
+A block sends every session's own prompt again: the slot still holds it, so the engine cuts what the last block generated
+and continues (models with recurrent layers go back to a checkpoint near the prompt's end). Whatever a plugin moved is put
+back first. So every block starts from the same state, and between two blocks no slot is busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llamamg.engine import Engine
+from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingParams, Started, TokenProb
+
+from .errors import BenchError
+from .loads import Load, Sizes, arriving_prompt, resident_prompt
+
+N_PROBS = 4  # alternatives looked at for the margin; the end of text may be among them
+STUCK_S = 30.0
+
+
+@dataclass(slots=True)
+class Stream:
+    """What came of one request: when, and how many tokens there were then."""
+
+    stamps: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[TokenProb] = field(default_factory=list)
+    n_cached: int = 0
+    finished: bool = False
+
+    def between(self, begin: float, end: float) -> int:
+        """Tokens that came after `begin`, up to `end`."""
+        had = [0, *self.counts]
+        return sum(had[i + 1] - had[i] for i, t in enumerate(self.stamps) if begin < t <= end)
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between consecutive arrivals, for arrivals after `begin`, up to `end`."""
+        pairs = zip(self.stamps, self.stamps[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if begin < later <= end]
+
+
+@dataclass(slots=True)
+class Window:
+    """The timed part of a block, in seconds of the clock."""
+
+    streams: list[Stream]
+    begin: float
+    end: float
+    effects: dict[str, int]
+
+
+@dataclass(slots=True)
+class Block:
+    """The measurements of one block. `tokens` has what each session generated, and the prompt's first token."""
+
+    metrics: dict[str, float]
+    tokens: list[list[int]]
+    n_recomputed: int  # prompt tokens that were not in the slots any more
+    effects: dict[str, int] = field(default_factory=dict)  # what each plugin counted while it was timed
+    margins: list[list[float]] = field(
+        default_factory=list
+    )  # of a reference: logit of each token above the next best one
+
+    def json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Session:
+    """A load on an engine whose thread was not started."""
+
+    def __init__(
+        self, engine: Engine, load: Load, sizes: Sizes, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.engine, self.load, self.sizes = engine, load, sizes
+        self._clock = clock
+        self._streams: dict[int, Stream] = {}
+        self._check_room()
+        vocab = engine.vocab
+        self._prompts = [resident_prompt(vocab, load, sizes, i) for i in range(load.n_sessions)]
+        self._arriving = arriving_prompt(vocab, sizes) if load.has_prompt else None
+
+    def _check_room(self) -> None:
+        engine, load, sizes = self.engine, self.load, self.sizes
+        needed = sizes.needed(load)
+        if needed > engine.n_ctx_slot:
+            raise BenchError(
+                f"load {load.name} needs {needed} tokens in each slot and a slot has {engine.n_ctx_slot}: "
+                f"use -c {needed * engine.n_slots}, or a smaller --depth, --tokens or --prompt"
+            )
+        if load.n_slots > engine.n_slots:
+            raise BenchError(f"load {load.name} needs {load.n_slots} slots: use -np {load.n_slots} or more")
+
+    # -- what is done
+
+    def prepare(self) -> Block:
+        """Compute the sessions' prompts once. The reference: a block with the margin of every token."""
+        self.engine.deliver = self._arrived
+        self.engine.plugins.start(self.engine)
+        self._home()
+        for slot in self.engine.slots:
+            self.engine.scheduler.clear(slot)
+        self._do([self._request(i, 1) for i in range(self.load.n_sessions)])
+        return self.block(with_margins=True)
+
+    def block(self, with_margins: bool = False) -> Block:
+        """One block, from the sessions' prompts on."""
+        self._home()
+        self._tidy()
+        n_probs = N_PROBS if with_margins else 0
+        window = self._mixed(n_probs) if self.load.has_prompt else self._decode(n_probs)
+        streams, begin, end = window.streams, window.begin, window.end
+        sessions = streams[: self.load.n_sessions]
+        gaps_ms = 1e3 * np.array([gap for stream in sessions for gap in stream.gaps(begin, end)])
+        n = sum(stream.between(begin, end) for stream in sessions)
+        if n == 0 or len(gaps_ms) == 0 or end <= begin:
+            raise BenchError(
+                "a block was too short to time: use more --tokens"
+                + (" or a longer --prompt" if self._arriving is not None else "")
+            )
+        metrics = {
+            "decode_tps": n / (end - begin),
+            "itl_p50_ms": float(np.percentile(gaps_ms, 50)),
+            "itl_p99_ms": float(np.percentile(gaps_ms, 99)),
+            "itl_max_ms": float(gaps_ms.max()),
+            "wall_s": end - begin,
+        }
+        if self._arriving is not None:
+            metrics["prefill_tps"] = len(self._arriving) / (end - begin)
+        lost = [len(p) - s.n_cached for p, s in zip(self._prompts, sessions, strict=True)]
+        return Block(
+            metrics,
+            [stream.tokens for stream in streams],
+            sum(lost),
+            window.effects,
+            margins=[_margins(stream, self.engine.vocab.is_eog) for stream in streams] if with_margins else [],
+        )
+
+    def toggle(self, name: str, enabled: bool) -> None:
+        """Switch a plugin; nothing is in flight between two blocks."""
+        self.engine.plugins.toggle(name, enabled)
+
+    def check(self, name: str) -> None:
+        """Raises BenchError when the plugin was switched off by an error."""
+        view = next(view for view in self.engine.plugins.views() if view.name == name)
+        if view.quarantined is not None:
+            raise BenchError(f"plugin {name} was switched off by an error: {view.quarantined}")
+
+    # -- inside
+
+    def _decode(self, n_probs: int) -> Window:
+        sizes, early = self.sizes, self.load.ends_early
+        requests = [self._request(i, sizes.n_predict(self.load), n_probs) for i in range(self.load.n_sessions)]
+        streams = [self._submit(request) for request in requests]
+        self._until(lambda: all(stream.counts for stream in streams))
+        for i in early:
+            self.engine.cancel(requests[i].id)
+        effects, begin = self._effects(), self._clock()
+        goals = [(s, s.counts[-1] + sizes.n_tokens) for i, s in enumerate(streams) if i not in early]
+        self._until(lambda: all(stream.finished or stream.counts[-1] >= goal for stream, goal in goals))
+        end = max(stream.stamps[-1] for stream, _ in goals)
+        effects = self._since(effects)
+        self._stop(requests)
+        return Window(streams, begin, end, effects)
+
+    def _mixed(self, n_probs: int) -> Window:
+        assert self._arriving is not None
+        requests = [self._request(i, self.sizes.n_predict(self.load), n_probs) for i in range(self.load.n_sessions)]
+        streams = [self._submit(request) for request in requests]
+        self._until(lambda: all(len(stream.stamps) >= 3 for stream in streams))
+        prompt = Request(
+            self._arriving, _greedy(n_probs), 1, cache_prompt=False, id_slot=self.load.n_sessions, stream=True,
+            return_tokens=True,
+        )  # fmt: skip
+        effects, begin = self._effects(), self._clock()
+        arriving = self._submit(prompt)
+        self._until(lambda: arriving.finished)
+        if any(stream.finished for stream in streams):
+            raise BenchError("a session ran out of tokens before the prompt was computed: use a longer --prompt")
+        effects = self._since(effects)
+        self._stop(requests)
+        return Window([*streams, arriving], begin, arriving.stamps[-1], effects)
+
+    def _stop(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request.id)
+        self._until(lambda: not self.engine.scheduler.running)
+        while self.engine.step():  # a batch that was in flight
+            pass
+        for request in requests:
+            self._streams.pop(request.id, None)
+
+    def _effects(self) -> dict[str, int]:
+        return {view.name: view.effect for view in self.engine.plugins.views()}
+
+    def _since(self, before: dict[str, int]) -> dict[str, int]:
+        return {name: effect - before.get(name, 0) for name, effect in self._effects().items()}
+
+    def _request(self, session: int, n_predict: int, n_probs: int = 0) -> Request:
+        return Request(
+            self._prompts[session], _greedy(n_probs), n_predict, id_slot=session, stream=True, return_tokens=True
+        )
+
+    def _do(self, requests: list[Request]) -> list[Stream]:
+        streams = [self._submit(request) for request in requests]
+        self._until(lambda: all(stream.finished for stream in streams))
+        return streams
+
+    def _submit(self, request: Request) -> Stream:
+        stream = self._streams[request.id] = Stream()
+        self.engine.submit(request)
+        return stream
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        since = time.monotonic()
+        while not done():
+            if self.engine.step():
+                since = time.monotonic()
+            elif time.monotonic() - since > STUCK_S:
+                raise BenchError(f"nothing happened for {STUCK_S:.0f} s: a plugin holds the requests back")
+
+    def _arrived(self, pairs: list[tuple[int, Event]]) -> None:
+        now = self._clock()
+        for id_, event in pairs:
+            stream = self._streams.get(id_)
+            if stream is None:
+                continue
+            if isinstance(event, Delta):
+                stream.stamps.append(now)
+                stream.counts.append(event.n_decoded)
+                stream.tokens.extend(event.tokens)
+                stream.probs.extend(event.probs)
+            elif isinstance(event, Started):
+                stream.n_cached = event.n_cached
+            elif isinstance(event, Finished):
+                if not stream.counts or event.n_decoded > stream.counts[-1]:  # the last token had no text of its own
+                    stream.stamps.append(now)
+                    stream.counts.append(event.n_decoded)
+                stream.tokens, stream.probs, stream.finished = list(event.tokens), list(event.probs), True
+                del self._streams[id_]
+            elif isinstance(event, Failed):
+                raise BenchError(f"the engine refused a request of the load: {event.message}")
+
+    def _home(self) -> None:
+        """Give every slot the sequence id it began with; contents go along."""
+        scheduler, kv = self.engine.scheduler, self.engine.scheduler.kv
+        away = [slot for slot in self.engine.slots if slot.seq_id != slot.id]
+        saved = [kv.save(slot.seq_id, flags=0) if len(slot.tokens) else None for slot in away]
+        for slot in away:
+            kv.remove(slot.seq_id, -1, -1)
+            slot.seq_id = slot.id
+        for slot, data in zip(away, saved, strict=True):
+            if data is None or not kv.restore(slot.seq_id, data, flags=0):
+                scheduler.clear(slot)
+
+    def _tidy(self) -> None:
+        """What the loop does when nothing runs."""
+        calls = self.engine.calls
+        for _ in range(100):
+            if not calls.hooks.idle or not any(calls.each("idle", self.engine.scheduler.state)):
+                return
+
+
+def _greedy(n_probs: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, ignore_eos=True, seed=1, n_probs=n_probs)
+
+
+def _margins(stream: Stream, is_eog: Callable[[int], bool]) -> list[float]:
+    """How far each token was above the best other one that may be sampled; infinite when there is none."""
+    out = []
+    for prob in stream.probs:
+        others = [p for token, p in prob.top if token != prob.id and not is_eog(token)]
+        out.append(prob.prob - max(others) if others else float("inf"))
+    return out

@@ -1,0 +1,139 @@
+"""One plugin on and off: between the blocks of one engine, or in two processes where it can only be set at the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from llamamg.plugins import PluginError
+
+from .errors import BenchError
+from .loads import Load, Sizes
+from .session import Block, Session
+
+STOP_S = 15.0
+
+
+class Sides(Protocol):
+    """What a comparison measures."""
+
+    how: str
+
+    def reference(self) -> Block:
+        """A block with the plugin off and the margin of each token; everything is loaded and warm after it."""
+
+    def block(self, enabled: bool) -> Block:
+        """A block with the plugin on or off."""
+
+
+@dataclass(slots=True)
+class Toggled:
+    """Both sides are one engine with the same resident sessions. The plugin's other state is up to the caller."""
+
+    session: Session
+    plugin: str
+    how: str = "toggled in one process"
+
+    def reference(self) -> Block:
+        self._set(False)
+        return self.session.prepare()
+
+    def block(self, enabled: bool) -> Block:
+        self._set(enabled)
+        block = self.session.block()
+        self.session.check(self.plugin)
+        return block
+
+    def _set(self, enabled: bool) -> None:
+        try:
+            self.session.toggle(self.plugin, enabled)
+        except PluginError as error:
+            raise BenchError(f"{self.plugin} cannot be switched {'on' if enabled else 'off'}: {error}") from error
+
+
+class Restarted:
+    """Two processes, each with a model of its own; only one of them works at a time. `with` starts and ends both."""
+
+    how = "two processes"
+
+    def __init__(self, flags: Sequence[str], plugin: str, load: Load, sizes: Sizes) -> None:
+        self._orders = {
+            on: {"flags": list(flags), "plugin": plugin, "on": on, "load": load.name, "sizes": asdict(sizes)}
+            for on in (False, True)
+        }
+        self._children: dict[bool, Child] = {}
+
+    def __enter__(self) -> Restarted:
+        try:
+            for on, order in self._orders.items():
+                self._children[on] = Child(order)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children.values():
+            child.stop()
+
+    def reference(self) -> Block:
+        self._children[True].ask("reference")
+        return self._children[False].ask("reference")
+
+    def block(self, enabled: bool) -> Block:
+        return self._children[enabled].ask("block")
+
+
+class Child:
+    """A process with one side (benches/side_process.py)."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        package = __package__ or "benches"
+        argv = [sys.executable, "-m", f"{package}.side_process", json.dumps(order)]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            cwd=Path(__file__).resolve().parent.parent,
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )  # fmt: skip
+        try:
+            self._read()
+        except BaseException:
+            self.stop()
+            raise
+
+    def ask(self, what: str) -> Block:
+        """Have a block done."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(what.encode() + b"\n")
+        self._process.stdin.flush()
+        return Block(**self._read())
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            tail = self._log.read()[-1500:].decode("utf-8", "replace")
+            raise BenchError(f"the process of one side ended:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(str(answer["error"]))
+        return answer
+
+    def stop(self) -> None:
+        """End of input ends it; then insist."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
