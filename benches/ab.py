@@ -7,28 +7,26 @@ Exit status 1: the plugin applies and did nothing, or it changed a token that it
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
 
-from llamamg import paths
 from llamamg.config import Config
-from llamamg.engine import Engine
 from llamamg.guard import GuardKind
 from llamamg.plugins import discover
 from llamamg.plugins.selection import declaration_of, unknown
 
 from . import record
+from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable, with_plugin
 from .judge import NOT_APPLICABLE, check_pairs, failed, judge, sentence, unmeasured
 from .loads import LOADS, Load, Sizes
 from .session import Session
 from .switching import Restarted, Toggled
+from .tables import metric_lines
 
 NAME = "ab"
 HELP = "one plugin on and off under one load"
@@ -53,45 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_results(parser)
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """How much work a block is."""
-    d = Sizes()
-    parser.add_argument(
-        "--depth", type=int, default=d.depth, help=f"tokens that each session holds (default {d.depth})"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=d.n_tokens, help=f"tokens per session in a block (default {d.n_tokens})"
-    )
-    parser.add_argument(
-        "--prompt", type=int, default=d.n_prompt, help=f"tokens of an arriving prompt (default {d.n_prompt})"
-    )
-
-
-def add_results(parser: argparse.ArgumentParser) -> None:
-    """Where it goes."""
-    parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="where to keep the result (default: benches/results)"
-    )
-
-
-def sizes_of(args: argparse.Namespace) -> Sizes:
-    """The sizes asked for. Raises BenchError for sizes that cannot be."""
-    for name, least in (("depth", 8), ("tokens", 4), ("prompt", 8)):
-        if getattr(args, name) < least:
-            raise BenchError(f"--{name} must be at least {least}")
-    return Sizes(args.depth, args.tokens, args.prompt)
-
-
-def serve_flags(model: Path, loads: Sequence[Load], sizes: Sizes, given: Sequence[str]) -> list[str]:
-    """Defaults that fit the loads, then what was given: the later one counts."""
-    n_slots = max(load.n_slots for load in loads)
-    for i, word in enumerate(given[:-1]):
-        if word in ("-np", "--parallel") and given[i + 1].isdigit():
-            n_slots = int(given[i + 1])
-    n_ctx = n_slots * -(-max(sizes.needed(load) for load in loads) // 256) * 256
-    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, keep, print."""
     check_pairs(args.pairs)
@@ -114,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         with tqdm(total=2 * args.pairs, desc=f"{args.plugin}, {load.name}", unit="block", disable=None) as bar:
             row = _row(args, config, flags, load, sizes, declaration.guard.kind, bar)
         row = {"model": model.name, "load": load.name, "effect_unit": declaration.effect, **row}
-        result = {"bench": NAME, "flags": record.without_paths(flags), "sizes": vars_of(sizes), "rows": [row]}
+        result = {"bench": NAME, "flags": record.without_paths(flags), "sizes": asdict(sizes), "rows": [row]}
         result["record"] = record_of(model)
         folder.write("result.json", result)
         folder.text("table.txt", table(result) + "\n")
@@ -143,17 +102,6 @@ def _row(
         return unmeasured(name, NOT_APPLICABLE, reason)
 
 
-def vars_of(sizes: Sizes) -> dict[str, int]:
-    """The sizes by name."""
-    return {"depth": sizes.depth, "n_tokens": sizes.n_tokens, "n_prompt": sizes.n_prompt}
-
-
-def record_of(*models: Path) -> dict[str, Any]:
-    """Machine, software, build and models."""
-    build = Path(os.environ.get("LLAMAMG_BUILD") or paths.build("patched"))
-    return record.everything(build=record.build(build), models=[record.model(model) for model in models])
-
-
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = []
@@ -167,30 +115,6 @@ def table(result: dict[str, Any]) -> str:
         on = row["tokens"]["on"]
         lines.append(f"  tokens: {on['n_compared']} compared, {on['n_ties']} near ties, {on['n_changed']} changes")
     return "\n".join(lines)
-
-
-def metric_lines(metrics: dict[str, Any]) -> list[str]:
-    """One line per metric."""
-    return [
-        f"{name:<12} {_middle(m['on']):9.2f} {_middle(m['off']):9.2f} {m['unit']:<4} {m['change_percent']:+7.1f} % "
-        f"{m['change_interval'][0]:+8.1f} … {m['change_interval'][1]:+6.1f} %  {word(m['better'])}"
-        for name, m in metrics.items()
-    ]
-
-
-def word(better: bool | None) -> str:
-    """A verdict."""
-    return "no difference" if better is None else "better" if better else "WORSE"
-
-
-def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
-def loaded_plugins(engine: Engine) -> list[str]:
-    """Names of the plugins that are on."""
-    return engine.plugins.enabled()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from .flags import config_of, opened, with_plugin
+from .flags import config_of, opened, unavailable, with_plugin
 from .loads import LOADS, Sizes
 from .session import Session
 
@@ -24,7 +24,7 @@ def main() -> int:
                 session.check(order["plugin"])
                 _say(block.json())
     except Exception as error:  # the parent says it
-        _say({"error": str(error) or type(error).__name__})
+        _say({"error": str(error) or type(error).__name__, "unavailable": unavailable(error)})
         return 1
     return 0
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-from llamamg.plugins import PluginError
+from llamamg.plugins import PluginError, Unavailable
 
 from .errors import BenchError
 from .loads import Load, Sizes
 from .session import Block, Session
-
-STOP_S = 15.0
+from .sides import Process
 
 
 class Sides(Protocol):
@@ -34,7 +30,7 @@ class Sides(Protocol):
 
 @dataclass(slots=True)
 class Toggled:
-    """Both sides are one engine with the same resident sessions. The plugin's other state is up to the caller."""
+    """Both sides are one engine with the same resident sessions. The plugin is left as the last block had it."""
 
     session: Session
     plugin: str
@@ -94,14 +90,9 @@ class Child:
     """A process with one side (benches/side_process.py)."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        package = __package__ or "benches"
-        argv = [sys.executable, "-m", f"{package}.side_process", json.dumps(order)]
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            cwd=Path(__file__).resolve().parent.parent,
-            start_new_session=True,  # Ctrl-C is ours to pass on
-        )  # fmt: skip
+        argv = [sys.executable, "-m", f"{__package__}.side_process", json.dumps(order)]
+        self._process = Process(f"the side with {order['plugin']} {'on' if order['on'] else 'off'}", argv, piped=True)
+        self._process.start()
         try:
             self._read()
         except BaseException:
@@ -110,30 +101,27 @@ class Child:
 
     def ask(self, what: str) -> Block:
         """Have a block done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(what.encode() + b"\n")
-        self._process.stdin.flush()
+        child = self._process.child
+        assert child is not None
+        assert child.stdin is not None
+        child.stdin.write(what.encode() + b"\n")
+        child.stdin.flush()
         return Block(**self._read())
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        child = self._process.child
+        assert child is not None
+        assert child.stdout is not None
+        line = child.stdout.readline()
         if not line:
-            self._log.seek(0)
-            tail = self._log.read()[-1500:].decode("utf-8", "replace")
-            raise BenchError(f"the process of one side ended:\n{tail}")
+            raise BenchError(f"{self._process.name} ended:\n{self._process.log_tail()}")
         answer: dict[str, Any] = json.loads(line)
+        if answer.get("unavailable") is not None:
+            raise BenchError(answer["error"]) from Unavailable(answer["unavailable"])
         if "error" in answer:
-            raise BenchError(str(answer["error"]))
+            raise BenchError(f"{self._process.name}: {answer['error']}")
         return answer
 
     def stop(self) -> None:
-        """End of input ends it; then insist."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        """End it."""
+        self._process.stop()

@@ -1,0 +1,241 @@
+"""Every plugin once: those that are on are switched off one by one, the others on, under each load and on each model.
+
+One engine per model; only plugins that are fixed at the start get two processes of their own. A load in which a plugin
+does nothing takes one block and gives no bar. Exit status 1: a plugin that applies acted nowhere, or changed a token that
+it promises to keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from llamamg.engine import Engine
+from llamamg.plugins import PluginError, PluginView, discover
+from llamamg.plugins.selection import declaration_of, unknown
+
+from . import record
+from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
+from .errors import BenchError
+from .flags import config_of, model_path, opened, take_models, unavailable
+from .judge import (
+    ACTED,
+    NO_EFFECT,
+    NOT_APPLICABLE,
+    NOT_MEASURED,
+    TOKENS_CHANGED,
+    check_pairs,
+    judge,
+    sentence,
+    unmeasured,
+)  # fmt: skip
+from .loads import LOADS, Load, Sizes
+from .session import Session
+from .switching import Restarted, Toggled
+from .tables import word
+
+NAME = "ablation"
+HELP = "every plugin once: what each one gains, under each load, on each model"
+SERVE_FLAGS = True
+DEFAULT_MODELS = ("demo", "micro")
+DEFAULT_SIZES = Sizes(depth=128, n_tokens=32, n_prompt=768)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    parser.add_argument("--plugin", action="append", metavar="NAME", help="only this plugin; may be given again")
+    parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only this load; may be given again")
+    parser.add_argument("--pairs", type=int, default=8, help="A-B pairs at most (default 8)")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="measure fewer pairs where it would take longer in all (default 8)"
+    )
+    add_sizes(parser, DEFAULT_SIZES)
+    add_results(parser)
+
+
+@dataclass(slots=True)
+class Case:
+    """One row to be measured."""
+
+    plugin: str
+    was_on: bool
+    load: Load
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, keep, print."""
+    check_pairs(args.pairs)
+    sizes = sizes_of(args)
+    found = discover()
+    for name in args.plugin or ():
+        if name not in found:
+            raise BenchError(unknown(name, found))
+    wanted = args.plugin or [name for name, entry in found.items() if entry.broken is None]
+    loads = [LOADS[name] for name in args.load or LOADS]
+    names, given = take_models(args.flags)
+    models = [model_path(name) for name in names or DEFAULT_MODELS]
+    starts = [serve_flags(model, loads, sizes, given) for model in models]
+    for flags in starts:
+        config_of(flags)  # every mistake is said before anything is measured
+    deadline = time.monotonic() + 60 * args.minutes
+    rows: list[dict[str, Any]] = []
+    with record.ResultFolder(NAME, args.results) as folder:
+        n_rows = len(models) * len(loads) * len(wanted)
+        with tqdm(total=n_rows, desc="ablation", unit="row", disable=None) as bar:
+            for model, flags in zip(models, starts, strict=True):
+                ablation = Ablation(
+                    flags, sizes, args.pairs, lambda: (deadline - time.monotonic()) / max(1, bar.total - bar.n)
+                )
+                for row in ablation.rows(wanted, loads, bar):
+                    unit = declaration_of(row["plugin"], found).effect
+                    rows.append({"model": model.name, "effect_unit": unit, **row})
+        result: dict[str, Any] = {
+            "bench": NAME,
+            "flags": [record.without_paths(flags) for flags in starts],
+            "sizes": asdict(sizes),
+            "plugins": summary(rows),
+            "rows": rows,
+            "record": record_of(*models),
+        }
+        folder.write("result.json", result)
+        folder.write("plot.json", plot(result))
+        folder.text("table.txt", table(result) + "\n")
+    print(table(result))
+    print(f"kept in {folder.final}", file=sys.stderr)
+    return 0 if all(entry["ok"] for entry in result["plugins"].values()) else 1
+
+
+class Ablation:
+    """All rows of one model."""
+
+    def __init__(self, flags: list[str], sizes: Sizes, n_pairs: int, budget_s: Callable[[], float]) -> None:
+        self._flags, self._sizes, self._n_pairs, self._budget_s = flags, sizes, n_pairs, budget_s
+
+    def rows(self, wanted: list[str], loads: list[Load], bar: Any) -> list[dict[str, Any]]:
+        """Measure; the bar goes on by one for each load and plugin."""
+        out: list[dict[str, Any]] = []
+        later: list[Case] = []
+        with opened(config_of(self._flags)) as engine:
+            views = {view.name: view for view in engine.plugins.views()}
+            for load in loads:
+                for name in wanted:
+                    view = views[name]
+                    case = Case(name, view.enabled, load)
+                    bar.set_description(f"{engine.config.model.path.stem[:20]}, {load.name}, {name}")
+                    row = None if view.toggle == "restart" else self._here(engine, view, case)
+                    if row is None:
+                        later.append(case)
+                    else:
+                        out.append({**_facts(case), **row})
+                        bar.update(1)
+        for case in later:
+            bar.set_description(f"{case.load.name}, {case.plugin}, two processes")
+            out.append({**_facts(case), **self._apart(case)})
+            bar.update(1)
+        return out
+
+    def _here(self, engine: Engine, view: PluginView, case: Case) -> dict[str, Any] | None:
+        """Toggled in this process; None for a plugin that turns out to need a restart."""
+        if not case.was_on and view.reason is not None:
+            return unmeasured(case.plugin, NOT_APPLICABLE, view.reason)
+        if view.quarantined is not None:
+            return unmeasured(case.plugin, NOT_MEASURED, view.quarantined)
+        try:
+            if not case.was_on:
+                engine.plugins.toggle(case.plugin, True)
+        except PluginError as error:
+            if "restart with" in str(error):  # what it asks for at the start cannot be given to a running context
+                return None
+            reason = unavailable(error)
+            return unmeasured(case.plugin, NOT_APPLICABLE, reason or str(error))
+        try:
+            sides = Toggled(Session(engine, case.load, self._sizes), case.plugin)
+            return self._judged(sides, case)
+        finally:
+            if next(v for v in engine.plugins.views() if v.name == case.plugin).enabled != case.was_on:
+                engine.plugins.toggle(case.plugin, case.was_on)
+
+    def _apart(self, case: Case) -> dict[str, Any]:
+        try:
+            with Restarted(self._flags, case.plugin, case.load, self._sizes) as sides:
+                return self._judged(sides, case)
+        except BenchError as error:
+            reason = unavailable(error)
+            if reason is None:
+                raise
+            return unmeasured(case.plugin, NOT_APPLICABLE, reason)
+
+    def _judged(self, sides: Toggled | Restarted, case: Case) -> dict[str, Any]:
+        guard = declaration_of(case.plugin, discover()).guard.kind
+        try:
+            return judge(sides, case.plugin, case.load.metrics, guard, self._n_pairs, budget_s=self._budget_s())
+        except BenchError as error:
+            if unavailable(error) is not None:
+                raise
+            return unmeasured(case.plugin, NOT_MEASURED, str(error))
+
+
+def _facts(case: Case) -> dict[str, Any]:
+    return {"load": case.load.name, "mode": "one off" if case.was_on else "one on"}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per plugin: where it acted, and whether that is as it should be."""
+    out: dict[str, Any] = {}
+    for name in dict.fromkeys(row["plugin"] for row in rows):
+        mine = [row for row in rows if row["plugin"] == name]
+        acted = [f"{row['load']} on {row['model']}" for row in mine if row["status"] == ACTED]
+        bad = [row for row in mine if row["status"] in (TOKENS_CHANGED, NOT_MEASURED)]
+        idle = all(row["status"] in (NO_EFFECT, NOT_APPLICABLE) for row in mine)
+        applies = any(row["status"] != NOT_APPLICABLE for row in mine)
+        if bad:
+            says = f"{bad[0]['status']}: {bad[0]['reason']}"
+        elif acted:
+            says = f"acted: {', '.join(acted)}"
+        elif applies:
+            says = "applicable but no effect under any load"
+        else:
+            says = f"not applicable: {mine[0]['reason']}"
+        out[name] = {"ok": not bad and not (idle and applies), "acted": acted, "says": says}
+    return out
+
+
+def plot(result: dict[str, Any]) -> dict[str, Any]:
+    """The bars: one per row that acted and metric, change in percent with its interval."""
+    bars = [
+        {
+            "plugin": row["plugin"], "mode": row["mode"], "model": row["model"], "load": row["load"], "metric": name,
+            "change_percent": m["change_percent"], "interval": m["change_interval"], "better": m["better"],
+        }
+        for row in result["rows"]
+        for name, m in row.get("metrics", {}).items()
+    ]  # fmt: skip
+    return {"kind": "bars", "title": "What each plugin changes", "unit": "%", "confidence": 0.99, "bars": bars}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'plugin':<14} {'model':<22} {'load':<8} {'metric':<12} {'change':>9} {'99 % interval':>20} pairs"]
+    for row in result["rows"]:
+        head = f"{row['plugin']:<14} {row['model'][:22]:<22} {row['load']:<8}"
+        if row["status"] != ACTED:
+            lines.append(f"{head} {sentence(row, row['effect_unit'])}")
+            continue
+        for name, m in row["metrics"].items():
+            low, high = m["change_interval"]
+            change = f"{m['change_percent']:+7.1f} % {low:+8.1f} … {high:+6.1f} %"
+            lines.append(f"{head} {name:<12} {change} {row['n_pairs']:>5}  {word(m['better'])}")
+    lines += ["", *(f"{name}: {entry['says']}" for name, entry in result["plugins"].items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from .program import alone
+
+    sys.exit(alone(sys.modules[__name__]))
