@@ -46,6 +46,10 @@ int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t id
                             int32_t * out_ids, float * out_probs, int32_t * out_token);
 int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
                     float * out_logprobs, float * out_token_logprob);
+int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
+
+void mg_abort_install(void * ctx);
+void mg_abort_set(int32_t on);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}

@@ -82,7 +82,10 @@ class Engine:
             self._end()
             return
         self._post(lambda: self._begin_stop(time.monotonic() + timeout_s))
-        self._thread.join(timeout_s + 5.0)
+        self._thread.join(timeout_s + 0.2)
+        if self._thread.is_alive():
+            self.runner.abort()  # a decode that takes longer than the time given
+            self._thread.join(5.0)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its events come through `deliver`. The sampler is built here, on the caller's thread.
@@ -202,12 +205,15 @@ class Engine:
         self.deliver(pairs)
         return True
 
+    def _wait_s(self) -> float:
+        return DEFERRED_WAIT_S if self.scheduler.n_waiting or self._stop_at is not None else IDLE_WAIT_S
+
     def _idle(self) -> None:
         """Nothing runs: let plugins tidy up, then sleep until somebody wants something."""
         if self.calls.hooks.idle and any(self.calls.each("idle", self.scheduler.state)):
             return
         try:
-            self._inbox.get(timeout=DEFERRED_WAIT_S if self.scheduler.n_waiting else IDLE_WAIT_S)()
+            self._inbox.get(timeout=self._wait_s())()
         except queue.Empty:
             return
 

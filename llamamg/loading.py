@@ -64,7 +64,7 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     n_ctx_slot = llama.llama_n_ctx_seq(context)
 
     def new_sampler(request: Request) -> Sampler:
-        return Sampler(llama, vocab, request.sampling, request.prompt, n_ctx_slot)
+        return Sampler(llama, lib.mg, vocab, request.sampling, request.prompt, n_ctx_slot)
 
     def close() -> None:
         llama.llama_model_free(handle)

@@ -9,6 +9,7 @@ from llamamg.decisions import Fail, Retry, Shrink
 from llamamg.errors import BatchError, KVFull
 from llamamg.hookcalls import HookCalls
 from llamamg.request import Failed
+from llamamg.runner import ABORTED
 from llamamg.scheduler import Scheduler
 from llamamg.sequence import SequenceState
 
@@ -41,7 +42,7 @@ class Recovery:
         self._scheduler.stats.n_kv_retries += 1
         if not isinstance(error, KVFull) and not self._undo(batch, error):
             return
-        if isinstance(decision, Fail):
+        if isinstance(decision, Fail) or error.code == ABORTED:
             self._fail(batch, error)
         elif isinstance(decision, Retry):
             self._again(batch, error, decision.n_parts)

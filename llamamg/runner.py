@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llamamg.abi import ffi
 from llamamg.batch import Batch, Row
 from llamamg.errors import BatchError, KVFull
 from llamamg.request import TokenProb
@@ -49,18 +50,23 @@ class Runner(Protocol):
     def collect(self) -> Done | None:
         """Wait for the oldest batch and sample it; None when nothing is in flight."""
 
+    def abort(self) -> None:
+        """Make a decode that is running end as soon as it can, and every later one too. Any thread may call it."""
+
     def close(self) -> None:
         """Free the context."""
 
 
-_MESSAGES = {2: "the computation was aborted", -1: "Invalid input batch."}
+ABORTED = 2  # llama_decode: the abort callback said so
+_MESSAGES = {ABORTED: "the computation was aborted", -1: "Invalid input batch."}
 
 
 class ModelRunner:
     """One context. llama_decode returns at once on a GPU and blocks on a CPU; sampling waits for the logits."""
 
     def __init__(self, llama: Any, mg: Any, context: Any, n_batch: int, n_ubatch: int, n_outputs_max: int) -> None:
-        self._llama, self.context = llama, context
+        self._llama, self._mg, self.context = llama, mg, context
+        mg.lib.mg_abort_install(ffi.cast("void *", context))
         self.n_batch, self.n_ubatch = n_batch, n_ubatch
         self._sampler = RowSampler(mg, context, max(n_outputs_max, 1))
         self._in_flight: deque[tuple[Batch, float]] = deque()
@@ -161,8 +167,12 @@ class ModelRunner:
                 break
         return out
 
+    def abort(self) -> None:
+        self._mg.lib.mg_abort_set(1)
+
     def close(self) -> None:
         if self.context:
             self._llama.llama_synchronize(self.context)
             self._llama.llama_free(self.context)
             self.context = None
+            self._mg.lib.mg_abort_set(0)

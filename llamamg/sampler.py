@@ -25,10 +25,12 @@ class Sampler:
     nothing else touches the logits.
     """
 
-    __slots__ = ("_grammar", "_llama", "_pointer", "chain", "grammar", "params")
+    __slots__ = ("_grammar", "_llama", "_mg", "_pointer", "chain", "grammar", "params")
 
-    def __init__(self, llama: Any, vocab: Vocabulary, params: SamplingParams, prompt: Tokens, n_ctx: int) -> None:
-        self._llama, self.params = llama, params
+    def __init__(
+        self, llama: Any, mg: Abi, vocab: Vocabulary, params: SamplingParams, prompt: Tokens, n_ctx: int
+    ) -> None:
+        self._llama, self._mg, self.params = llama, mg, params
         self._pointer: Any = None
         self._grammar: Any = None
         biases = list(params.logit_bias)
@@ -141,9 +143,11 @@ class Sampler:
             back = n_ctx if p.repeat_last_n < 0 else p.repeat_last_n
         if "dry" in p.samplers and p.dry_multiplier > 0:
             back = max(back, n_ctx if p.dry_penalty_last_n < 0 else p.dry_penalty_last_n)
-        accept = self._llama.llama_sampler_accept
-        for token in prompt[max(0, len(prompt) - back) :].tolist() if back else ():
-            accept(self._pointer, token)
+        if back:
+            tokens = np.ascontiguousarray(prompt[max(0, len(prompt) - back) :], np.int32)
+            chain, data = ffi.cast("void *", _address(self._pointer)), ffi.cast("int32_t *", tokens.ctypes.data)
+            if self._mg.lib.mg_accept_tokens(chain, data, len(tokens)) != 0:
+                raise SamplerError(str(self._mg.error()))
 
     def close(self) -> None:
         """Free the native samplers."""

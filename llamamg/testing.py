@@ -132,6 +132,7 @@ class FakeRunner(Runner):
     )  # rows of (seq_id, pos0, n_tokens, n_logits)
     fail: Callable[[Batch], BatchError | None] = lambda batch: None
     closed: bool = False
+    aborted: bool = False
     _in_flight: deque[Batch] = field(default_factory=deque)
 
     def has_room(self) -> bool:
@@ -163,6 +164,9 @@ class FakeRunner(Runner):
             if i >= len(draft) or tokens[-1] != draft[i]:
                 break
         return Output(row, tokens)
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def close(self) -> None:
         self.closed = True

@@ -63,6 +63,15 @@ MG_API int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int
 MG_API int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
                            float * out_logprobs, float * out_token_logprob);
 
+// Show n tokens of the prompt to a chain that looks back (penalties, DRY). 0, or -1.
+MG_API int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
+
+// ---- abort ---------------------------------------------------------------------------------------------------------
+
+// Make decodes of this context end early (llama_decode returns 2) while the flag is set. The flag is the process's.
+MG_API void mg_abort_install(void * ctx);
+MG_API void mg_abort_set(int32_t on);
+
 #ifdef __cplusplus
 }
 #endif

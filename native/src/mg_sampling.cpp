@@ -243,3 +243,12 @@ int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32
         return (int32_t) top.size();
     });
 }
+
+int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n) {
+    return mg::guarded("mg_accept_tokens", -1, [&] {
+        for (int32_t i = 0; i < n; ++i) {
+            llama_sampler_accept((llama_sampler *) chain, tokens[i]);
+        }
+        return 0;
+    });
+}
