@@ -26,9 +26,8 @@ class Recovery:
         ended = [row for row in batch.rows if row.sequence.state is SequenceState.FINISHED]
         if ended:
             for row in ended:
-                row.sequence.slot.tokens.keep(
-                    row.pos0
-                )  # planned, and never to be computed: the slot must not claim them
+                # Planned, and never to be computed: the slot must not claim them.
+                row.sequence.slot.tokens.keep(row.pos0)
             batch.rows = [row for row in batch.rows if row.sequence.state is not SequenceState.FINISHED]
         return bool(batch.rows)
 

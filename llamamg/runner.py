@@ -67,6 +67,7 @@ class ModelRunner:
     def __init__(self, llama: Any, mg: Any, context: Any, n_batch: int, n_ubatch: int, n_outputs_max: int) -> None:
         self._llama, self._mg, self.context = llama, mg, context
         mg.lib.mg_abort_install(ffi.cast("void *", context))
+        mg.lib.mg_abort_set(0)  # an engine before this one may have been aborted when it was through already
         self.n_batch, self.n_ubatch = n_batch, n_ubatch
         self._sampler = RowSampler(mg, context, max(n_outputs_max, 1))
         self._in_flight: deque[tuple[Batch, float]] = deque()

@@ -89,11 +89,19 @@ def test_a_full_unified_cache_gives_up_an_idle_slot(live: Callable[..., Any], sm
     assert len(smol.engine.slots[0].tokens) == 0
 
 
-def test_an_aborted_computation_is_repeated_and_the_text_is_right(live: Callable[..., Any], smol_model: Path) -> None:
+def test_a_computation_that_fails_in_the_middle_is_repeated_and_the_text_is_right(
+    live: Callable[..., Any], smol_model: Path
+) -> None:
     smol = live(smol_model, n_parallel=2, n_batch=64, n_ubatch=16)
-    text = smol.engine.vocab.tokenize("once upon a time there was a small house by the sea", True, True)
+    text = smol.engine.vocab.tokenize(
+        "once upon a time there was a small house by the sea, and in it a cat", True, True
+    )
     prompts = [text, text[3:]]
-    expected = smol.tokens(*[greedy(prompt, 6, id_slot=i) for i, prompt in enumerate(prompts)])
+
+    def requests(n_predict: int) -> list[Request]:
+        return [greedy(prompt, n_predict, id_slot=i, cache_prompt=False) for i, prompt in enumerate(prompts)]
+
+    expected = smol.tokens(*requests(6))
     countdown = [0]
 
     def abort(_: Any) -> bool:
@@ -102,17 +110,32 @@ def test_an_aborted_computation_is_repeated_and_the_text_is_right(live: Callable
 
     callback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(abort)
 
+    class Failing:
+        """libllama, whose aborted computations look like failed ones: an abort itself is never repeated."""
+
+        def __init__(self, llama: Any) -> None:
+            self._llama = llama
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._llama, name)
+
+        def llama_decode(self, context: Any, batch: Any) -> int:
+            code = self._llama.llama_decode(context, batch)
+            return -3 if code == 2 else code
+
     def arm(engine: Any) -> None:
         engine.runner._llama.llama_set_abort_callback(engine.runner.context, callback, None)
+        engine.runner._llama = Failing(engine.runner._llama)
 
     smol.engine.call(arm).result(60)
-    for at in (1, 2, 40):
+    countdown[0] = 10**9
+    smol.tokens(*requests(1))
+    n_prefill = 10**9 - countdown[0]  # how often the prompts' computation asks whether to go on
+    for at in (1, n_prefill // 3, n_prefill - 1, n_prefill + 5):
         n_before = smol.engine.stats.n_kv_retries
         countdown[0] = at
-        again = [greedy(prompt, 6, id_slot=i, cache_prompt=False) for i, prompt in enumerate(prompts)]
-        assert smol.tokens(*again) == expected
-        if countdown[0] <= 0:
-            assert smol.engine.stats.n_kv_retries == n_before + 1
+        assert smol.tokens(*requests(6)) == expected
+        assert smol.engine.stats.n_kv_retries == n_before + 1
 
 
 # -- moves
