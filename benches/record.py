@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ABSOLUTE = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@=-]+/)+")  # the folders of an absolute path; addresses stay
+MAX_HASHED = 4 << 30  # bytes; a larger synthetic model is known by how it was generated
 PACKAGES = ("llama_cpp_python", "numpy", "uvicorn", "uvloop", "httptools", "starlette", "orjson", "cffi", "pluggy")
 ENVIRONMENT = re.compile(r"^(LLAMA|GGML|LLAMAMG|OMP|GOMP|CUDA|NVIDIA|NCCL|PYTHON)")
 
@@ -41,6 +43,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "system": platform.system(),
         "gpus": _gpus(),
+        "gpu_links": _links(),
     }
 
 
@@ -60,11 +63,11 @@ def software() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = ""
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("LLAMAMG_COMMIT", ""),  # a copy without git is told
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "packages": versions,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},
+        "environment": {k: scrubbed(v) for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},
     }
 
 
@@ -77,11 +80,14 @@ def build(folder: Path) -> dict[str, Any]:
     return dict(info) if isinstance(info, dict) else {}
 
 
-def model(path: Path) -> dict[str, Any]:
-    """Name, size and hash of a model file."""
+def model(path: Path, synthetic: str | None = None) -> dict[str, Any]:
+    """Name, size and hash of a model file; a large one that was generated has `synthetic`, its parameters, instead."""
+    if synthetic is not None and path.stat().st_size > MAX_HASHED:
+        return {"file": path.name, "bytes": path.stat().st_size, "synthetic": synthetic}
     with path.open("rb") as file:
         digest = _digest(file)
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    found = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return found if synthetic is None else {**found, "synthetic": synthetic}
 
 
 def everything(**more: Any) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def everything(**more: Any) -> dict[str, Any]:
         "machine": machine(),
         "software": software(),
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *without_paths(sys.argv[1:])],
         **more,
     }
 
@@ -99,6 +105,17 @@ def everything(**more: Any) -> dict[str, Any]:
 def without_paths(arguments: Sequence[str]) -> list[str]:
     """A command line as it may be published: files by their name only."""
     return [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
+
+
+def scrubbed(value: Any) -> Any:
+    """The same text, list or dict as it may be published: absolute paths by their last part only."""
+    if isinstance(value, str):
+        return ABSOLUTE.sub("", value)
+    if isinstance(value, Mapping):
+        return {key: scrubbed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scrubbed(item) for item in value]
+    return value
 
 
 # -- where it goes
@@ -211,6 +228,41 @@ def _gpu(nvml: Any, index: int, driver: Any) -> dict[str, Any]:
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
         "power_limit_w": (ask("nvmlDeviceGetPowerManagementLimit") or 0) / 1000,
     }
+
+
+def _links() -> list[dict[str, Any]]:
+    """How each two GPUs are connected: the nearest thing both hang on, and active NVLinks between them."""
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver: nothing can be asked
+        return []
+    names = {0: "same board", 10: "PCIe switch", 20: "PCIe switches", 30: "host bridge", 40: "NUMA node", 50: "system"}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = []
+        for a, first in enumerate(handles):
+            for b in range(a + 1, len(handles)):
+                try:
+                    level = pynvml.nvmlDeviceGetTopologyCommonAncestor(first, handles[b])
+                except pynvml.NVMLError:
+                    level = None
+                found.append({"gpus": [a, b], "path": names.get(level), "nvlinks": _nvlinks(pynvml, first, handles[b])})
+        return found
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvlinks(nvml: Any, first: Any, second: Any) -> int | None:
+    try:
+        bus, n = nvml.nvmlDeviceGetPciInfo(second).busId, 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if nvml.nvmlDeviceGetNvLinkState(first, link):
+                n += nvml.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId == bus
+        return n
+    except nvml.NVMLError:
+        return None
 
 
 def _git(*arguments: str) -> str:

@@ -1,0 +1,98 @@
+"""Pictures of results, drawn by matplotlib from the JSON alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from .grid_cells import depth_name
+from .grid_table import BEST, SAME, select
+
+COLORS = ("#0b7a75", "#e07a1f", "#7b4fa3", "#3a6ea5", "#b23a48", "#6b705c")
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "llamamg",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
+}  # fmt: skip
+PANELS = (
+    ("prefill", "prefill, tokens/s together", lambda row: row["prefill"]["tps"]),
+    ("generate", "generation, tokens/s together", lambda row: row["generate"]["tps"]),
+    ("itl", "time between tokens, ms (line: median, dots: p99)", lambda row: row["generate"]["itl_ms"]["p50"]),
+)
+
+
+def svg(figure: Figure) -> str:
+    """The drawing as an element that can stand in HTML; the same figure gives the same text."""
+    out = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def grid_figures(result: Mapping[str, Any]) -> dict[str, Figure]:
+    """One picture of curves over depth for each number of sessions, by a file name."""
+    rows = select(result["rows"], kind=SAME)
+    return {f"grid-{n}-sessions": _curves(result, n) for n in sorted({row["n_sessions"] for row in rows})}
+
+
+def _curves(result: Mapping[str, Any], n_sessions: int) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (_, title, value) in zip(axes, PANELS, strict=True):
+            for i, side in enumerate(result["sides"]):
+                for kind, dashes in ((SAME, "-"), (BEST, ":")):
+                    rows = select(result["rows"], kind=kind, side=side["name"], n_sessions=n_sessions)
+                    if rows:
+                        label = side["label"] + ("" if kind == SAME else ", best -ub")
+                        _curve(axis, rows, value, COLORS[i % len(COLORS)], dashes, label)
+            axis.set_title(title, loc="left", fontsize=10)
+            axis.set_xlabel("tokens in each session")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: depth_name(round(x))))
+            axis.set_ylim(bottom=0)
+        itl = axes[-1]
+        for i, side in enumerate(result["sides"]):
+            rows = select(result["rows"], kind=SAME, side=side["name"], n_sessions=n_sessions)
+            itl.plot([r["depth"] for r in rows], [r["generate"]["itl_ms"]["p99"] for r in rows], ".",
+                     color=COLORS[i % len(COLORS)], alpha=0.6)  # fmt: skip
+        axes[0].legend(frameon=False, fontsize=8.5)
+        figure.suptitle(f"{n_sessions} session{'s' * (n_sessions > 1)}", x=0.01, ha="left", fontweight="bold")
+        return figure
+
+
+def _curve(axis: Any, rows: Sequence[Mapping[str, Any]], value: Any, color: str, style: str, label: str) -> None:
+    depths = sorted({row["depth"] for row in rows})
+    values = [[value(row) for row in rows if row["depth"] == depth] for depth in depths]
+    axis.plot(depths, [float(np.median(v)) for v in values], style, marker="o", ms=4, color=color, label=label)
+    axis.vlines(depths, [min(v) for v in values], [max(v) for v in values], color=color, lw=1)
+
+
+def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]]) -> Figure:
+    """Horizontal bars: (name, change in %, low, high, claimed). What is not claimed is pale."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 0.9 + 0.34 * max(1, len(bars))), layout="constrained")
+        axis = figure.subplots()
+        names = [bar[0] for bar in bars]
+        at = np.arange(len(bars))
+        changes = np.array([bar[1] for bar in bars])
+        spread = np.array([[bar[1] - bar[2] for bar in bars], [bar[3] - bar[1] for bar in bars]])
+        colors = [COLORS[0] if bar[1] >= 0 else COLORS[4] for bar in bars]
+        drawn = axis.barh(at, changes, color=colors, xerr=np.maximum(spread, 0), ecolor="#555555", capsize=2)
+        for patch, bar in zip(drawn, bars, strict=True):
+            patch.set_alpha(1.0 if bar[4] else 0.25)
+        axis.axvline(0, color="#333333", lw=0.8)
+        axis.set_yticks(at, names)
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel("change with the plugin, % (bars: mean, lines: 99 % interval; pale: no difference claimed)")
+        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        return figure
