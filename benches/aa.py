@@ -36,7 +36,7 @@ NAME = "aa"
 HELP = "the comparison compared with itself: no difference where there is none, 5 % found where it is"
 SERVE_FLAGS = True
 SLOWER = 0.05
-DEFAULT_SIZES = Sizes(depth=32, n_tokens=32)
+DEFAULT_SIZES = Sizes(depth=32, n_tokens=24)
 
 
 @plugin(
@@ -76,7 +76,7 @@ PLUGINS = (Same, Slow)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     parser.add_argument("--runs", type=int, default=20, help="comparisons of each kind (default 20)")
-    parser.add_argument("--pairs", type=int, default=12, help="A-B pairs in each (default 12)")
+    parser.add_argument("--pairs", type=int, default=30, help="A-B pairs in each (default 30)")
     parser.add_argument("--load", choices=tuple(LOADS), default="solo", help="default: solo")
     parser.add_argument("--steps-to", type=Path, metavar="FILE", help="only record the times of single decode steps")
     parser.add_argument("--steps", type=int, default=4000, help="how many of them (default 4000)")

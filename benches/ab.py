@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load", required=True, choices=tuple(LOADS), help="; ".join(f"{x.name}: {x.help}" for x in LOADS.values())
     )
     parser.add_argument(
-        "--pairs", type=int, default=12, help="A-B pairs (default 12; from 30 on the interval is a bootstrap)"
+        "--pairs",
+        type=int,
+        help="A-B pairs (default 30, mixed 10); from 30 on the interval is a bootstrap, below a t interval",
     )
     parser.add_argument(
         "--restart",
@@ -53,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, keep, print."""
-    check_pairs(args.pairs)
     sizes, load = sizes_of(args), LOADS[args.load]
+    args.pairs = load.n_pairs if args.pairs is None else args.pairs
+    check_pairs(args.pairs)
     found = discover()
     if args.plugin not in found:
         raise BenchError(unknown(args.plugin, found))

@@ -44,14 +44,14 @@ NAME = "ablation"
 HELP = "every plugin once: what each one gains, under each load, on each model"
 SERVE_FLAGS = True
 DEFAULT_MODELS = ("demo", "micro")
-DEFAULT_SIZES = Sizes(depth=128, n_tokens=32, n_prompt=768)
+DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     parser.add_argument("--plugin", action="append", metavar="NAME", help="only this plugin; may be given again")
     parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only this load; may be given again")
-    parser.add_argument("--pairs", type=int, default=8, help="A-B pairs at most (default 8)")
+    parser.add_argument("--pairs", type=int, default=30, help="A-B pairs at most (default 30, mixed 10)")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="measure fewer pairs where it would take longer in all (default 8)"
     )
@@ -174,7 +174,14 @@ class Ablation:
     def _judged(self, sides: Toggled | Restarted, case: Case) -> dict[str, Any]:
         guard = declaration_of(case.plugin, discover()).guard.kind
         try:
-            return judge(sides, case.plugin, case.load.metrics, guard, self._n_pairs, budget_s=self._budget_s())
+            return judge(
+                sides,
+                case.plugin,
+                case.load.metrics,
+                guard,
+                min(self._n_pairs, case.load.n_pairs),
+                budget_s=self._budget_s(),
+            )
         except BenchError as error:
             if unavailable(error) is not None:
                 raise

@@ -143,4 +143,4 @@ def failed(rows: list[dict[str, Any]]) -> bool:
 def check_pairs(n_pairs: int) -> None:
     """Raises BenchError for a number of pairs that says nothing."""
     if n_pairs < N_PAIRS_MIN:
-        raise BenchError(f"--pairs {n_pairs} is too few for an interval: use {N_PAIRS_MIN} or more (default 12)")
+        raise BenchError(f"--pairs {n_pairs} is too few for an interval: use {N_PAIRS_MIN} or more, or leave it out")

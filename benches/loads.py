@@ -61,6 +61,7 @@ class Load:
     ends_early: tuple[int, ...] = ()  # sessions that end as soon as all decode
     has_prompt: bool = False  # one slot more, for a prompt computed beside the decoders
     repeats: bool = False  # sessions hold a text and begin to repeat it
+    n_pairs: int = 30  # enough to find 5 % on a machine whose blocks spread by that much
 
     @property
     def n_slots(self) -> int:
@@ -75,7 +76,7 @@ LOADS = {
     for load in (
         Load("solo", "one session decodes", 1, DECODE),
         Load("five", "five sessions, of which the second and the fourth end at once: gaps between busy slots", 5, DECODE, (1, 3)),
-        Load("mixed", "two sessions decode while a prompt arrives", 2, MIXED, has_prompt=True),
+        Load("mixed", "two sessions decode while a prompt arrives", 2, MIXED, has_prompt=True, n_pairs=10),
         Load("rewrite", "one session repeats a text it has just read", 1, DECODE, repeats=True),
     )
 }  # fmt: skip
@@ -86,7 +87,7 @@ class Sizes:
     """Tokens: what each session holds, what it generates in a block, and the prompt that arrives."""
 
     depth: int = 256
-    n_tokens: int = 48
+    n_tokens: int = 24
     n_prompt: int = 1024
 
     def n_predict(self, load: Load) -> int:
