@@ -20,12 +20,12 @@ from .grid_table import BEST, SAME, select
 COLORS = ("#0b7a75", "#e07a1f", "#7b4fa3", "#3a6ea5", "#b23a48", "#6b705c")
 STYLE = {
     "font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "llamamg",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True,
 }  # fmt: skip
 PANELS = (
     ("prefill", "prefill, tokens/s together", lambda row: row["prefill"]["tps"]),
     ("generate", "generation, tokens/s together", lambda row: row["generate"]["tps"]),
-    ("itl", "time between tokens, ms (line: median, dots: p99)", lambda row: row["generate"]["itl_ms"]["p50"]),
+    ("itl", "ms between tokens (median; dots: p99)", lambda row: row["generate"]["itl_ms"]["p50"]),
 )
 
 
@@ -76,8 +76,8 @@ def _curve(axis: Any, rows: Sequence[Mapping[str, Any]], value: Any, color: str,
     axis.vlines(depths, [min(v) for v in values], [max(v) for v in values], color=color, lw=1)
 
 
-def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]]) -> Figure:
-    """Horizontal bars: (name, change in %, low, high, claimed). What is not claimed is pale."""
+def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]], lower_is_better: bool) -> Figure:
+    """Horizontal bars: (name, change in %, low, high, claimed). A gain is green, a loss red; what is not claimed is pale."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 0.9 + 0.34 * max(1, len(bars))), layout="constrained")
         axis = figure.subplots()
@@ -85,7 +85,7 @@ def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]
         at = np.arange(len(bars))
         changes = np.array([bar[1] for bar in bars])
         spread = np.array([[bar[1] - bar[2] for bar in bars], [bar[3] - bar[1] for bar in bars]])
-        colors = [COLORS[0] if bar[1] >= 0 else COLORS[4] for bar in bars]
+        colors = [COLORS[0] if (bar[1] < 0) == lower_is_better else COLORS[4] for bar in bars]
         drawn = axis.barh(at, changes, color=colors, xerr=np.maximum(spread, 0), ecolor="#555555", capsize=2)
         for patch, bar in zip(drawn, bars, strict=True):
             patch.set_alpha(1.0 if bar[4] else 0.25)
@@ -93,6 +93,6 @@ def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]
         axis.set_yticks(at, names)
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel("change with the plugin, % (bars: mean, lines: 99 % interval; pale: no difference claimed)")
+        axis.set_xlabel("change with the plugin, % (bars: mean, lines: 99 % interval; green: gain, red: loss, pale: no difference claimed)")
         axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
         return figure

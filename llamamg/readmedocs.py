@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from llamamg.plugins import discover
@@ -23,17 +25,30 @@ def plugin_table() -> str:
     return "\n".join(lines)
 
 
+def results_table() -> str:
+    """What was measured, from the files in benches/results."""
+    return str(import_module("llamamg_benches.results_table").results_table())
+
+
+PARTS: dict[str, Callable[[], str]] = {"plugins": plugin_table, "results": results_table}
+
+
 def render(page: str) -> str:
     """The page with its generated parts made anew. Raises ValueError when a marker is missing."""
-    pattern = re.compile(r"(<!-- plugins -->\n).*?(<!-- /plugins -->)", re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError("README.md has no <!-- plugins --> … <!-- /plugins --> markers")
-    return pattern.sub(lambda m: f"{m[1]}{plugin_table()}\n{m[2]}", page)
+    for name, make in PARTS.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(page):
+            raise ValueError(f"README.md has no <!-- {name} --> … <!-- /{name} --> markers")
+        text = make()
+        page = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)  # type: ignore[misc]
+    return page
 
 
 def main() -> int:
     """Write or check the page; 1 if it is stale."""
-    parser = argparse.ArgumentParser(prog="python -m llamamg.readmedocs", description="write the generated parts of README.md")
+    parser = argparse.ArgumentParser(
+        prog="python -m llamamg.readmedocs", description="write the generated parts of README.md"
+    )
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     arguments = parser.parse_args()
     page = PAGE.read_text(encoding="utf-8")

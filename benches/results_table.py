@@ -1,0 +1,47 @@
+"""README's table of results, made from benches/results alone: the newest grid of each machine, each in a table of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .grid_table import cell_table, machine_title
+from .report_load import Found, machines, newest
+
+FOLDER = "benches/results"
+
+
+def results_table(root: Path | None = None) -> str:
+    """Markdown for all machines; a sentence when nothing was measured yet."""
+    parts = [_machine(found) for results in machines(root).values() if (found := newest(results, "grid"))]
+    return "\n\n".join(parts) or "Nothing is measured yet: `llamamg bench grid` measures on your machine."
+
+
+def _machine(found: Found) -> str:
+    record = found.value["record"]
+    where = f"{FOLDER}/{found.machine}/{found.run}"
+    lines = [
+        f"**{machine_title(record['machine'])}**, {record['date'][:10]}, {model_name(record.get('model') or {})}, "
+        f"`{' '.join(record['flags'])}` ([everything about it]({where})):",
+        "",
+        *cell_table(found.value),
+        *_verdicts(found.value),
+    ]
+    return "\n".join(lines)
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """The model in words."""
+    file = str(model.get("file", "a model of another server"))
+    return f"{file} (synthetic: {model['synthetic']})" if model.get("synthetic") else file
+
+
+def _verdicts(result: Mapping[str, Any]) -> list[str]:
+    names = {side["name"]: side["label"] for side in result["sides"]}
+    said = [
+        f"{names[c['a']]} against {names[c['b']]}, {c['metric']}: {100 * (c['mean'] - 1):+.1f} % "
+        f"({100 * (c['interval'][0] - 1):+.1f} … {100 * (c['interval'][1] - 1):+.1f} at 99 %, {c['n_pairs']} pairs)"
+        for c in result["comparisons"]
+    ]
+    return ["", "; ".join(said) + "."] if said else []
