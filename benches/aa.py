@@ -76,7 +76,7 @@ PLUGINS = (Same, Slow)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     parser.add_argument("--runs", type=int, default=20, help="comparisons of each kind (default 20)")
-    parser.add_argument("--pairs", type=int, default=30, help="A-B pairs in each (default 30)")
+    parser.add_argument("--pairs", type=int, default=40, help="A-B pairs in each (default 40)")
     parser.add_argument("--load", choices=tuple(LOADS), default="solo", help="default: solo")
     parser.add_argument("--steps-to", type=Path, metavar="FILE", help="only record the times of single decode steps")
     parser.add_argument("--steps", type=int, default=4000, help="how many of them (default 4000)")

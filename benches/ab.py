@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         type=int,
-        help="A-B pairs (default 30, mixed 10); from 30 on the interval is a bootstrap, below a t interval",
+        help="A-B pairs (default 40, mixed 10); from 30 on the interval is a bootstrap, below a t interval",
     )
     parser.add_argument(
         "--restart",

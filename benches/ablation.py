@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     parser.add_argument("--plugin", action="append", metavar="NAME", help="only this plugin; may be given again")
     parser.add_argument("--load", action="append", choices=tuple(LOADS), help="only this load; may be given again")
-    parser.add_argument("--pairs", type=int, default=30, help="A-B pairs at most (default 30, mixed 10)")
+    parser.add_argument("--pairs", type=int, default=40, help="A-B pairs at most (default 40, mixed 10)")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="measure fewer pairs where it would take longer in all (default 8)"
     )

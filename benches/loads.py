@@ -61,7 +61,7 @@ class Load:
     ends_early: tuple[int, ...] = ()  # sessions that end as soon as all decode
     has_prompt: bool = False  # one slot more, for a prompt computed beside the decoders
     repeats: bool = False  # sessions hold a text and begin to repeat it
-    n_pairs: int = 30  # enough to find 5 % on a machine whose blocks spread by that much
+    n_pairs: int = 40  # enough to find 5 % on a machine whose blocks spread by that much
 
     @property
     def n_slots(self) -> int:

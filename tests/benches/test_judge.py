@@ -22,7 +22,7 @@ def row(
     name: str,
     seed: int = 0,
     load: str = "solo",
-    n_pairs: int = 30,
+    n_pairs: int = 40,
     guard: GuardKind = GuardKind.SAME_TOKENS,
     **world: Any,
 ) -> dict[str, Any]:
