@@ -55,6 +55,10 @@ class TimedDecode:
         return 0
 
 
+def _nothing(*arguments: Any) -> None:
+    """Stands in for native calls."""
+
+
 def precise_sleep() -> None:
     """Let this thread's sleeps end on time: Linux adds 50 µs to each unless told not to."""
     if sys.platform == "linux":
@@ -68,13 +72,14 @@ def timed_engine(decode: TimedDecode, n_slots: int, n_ctx_slot: int, plugins: Pl
     found = PluginSet.discover(config.plugins)
     config = found.configure(config, [])
     llama = SimpleNamespace(llama_batch=SimpleNamespace, llama_decode=decode)
-    sample = SimpleNamespace(mg_sample_rows=lambda *arguments: None)
+    sample = SimpleNamespace(mg_sample_rows=_nothing, mg_abort_install=_nothing, mg_abort_set=_nothing)
     runner = ModelRunner(llama, SimpleNamespace(lib=sample, error=None), 0, 2048, 512, n_slots)
     runner._sampler._tokens[:] = ord("a") + np.arange(n_slots)  # what "sampling" leaves in the array
 
     def new_sampler(request: Request) -> Any:
         sampler = FakeSampler(request.sampling)
         sampler.chain = sampler.grammar = 0  # type: ignore[attr-defined]
+        sampler.banned = frozenset()  # type: ignore[attr-defined]
         return sampler
 
     return assemble(

@@ -22,10 +22,11 @@ class Sampler:
     """Owns the native chain and grammar of one request. Built off the engine thread, used and freed on it.
 
     `chain` and `grammar` are addresses; a chain of 0 means plain argmax, which is what temperature 0 comes to when
-    nothing else touches the logits.
+    nothing else touches the logits. Forbidden tokens (`banned`) leave it at that: only when one of them has the highest
+    logit the row is sampled again, with `fallback`.
     """
 
-    __slots__ = ("_grammar", "_llama", "_mg", "_pointer", "chain", "grammar", "params")
+    __slots__ = ("_grammar", "_llama", "_mg", "_pointer", "banned", "chain", "fallback", "grammar", "params")
 
     def __init__(
         self, llama: Any, mg: Abi, vocab: Vocabulary, params: SamplingParams, prompt: Tokens, n_ctx: int
@@ -41,11 +42,15 @@ class Sampler:
             self._grammar = llama.llama_sampler_init_grammar(vocab.handle, params.grammar.encode(), b"root")
             if not self._grammar:
                 raise SamplerError("Failed to initialize samplers: failed to parse grammar")
-        if not self._is_greedy(params, biases):
+        banned = frozenset(token for token, bias in biases if bias == NEG_INF)
+        greedy = self._is_greedy(params, [bias for bias in biases if bias[1] != NEG_INF])
+        if biases or not greedy:
             self._pointer = self._build(vocab, params, biases, n_ctx)
             self._accept_prompt(params, prompt, n_ctx)
-        self.chain = _address(self._pointer)
         self.grammar = _address(self._grammar)
+        self.chain, self.fallback, self.banned = _address(self._pointer), 0, frozenset[int]()
+        if greedy and not self.grammar:  # a grammar takes in each token that is sampled, so it must not be asked twice
+            self.chain, self.fallback, self.banned = 0, self.chain, banned
 
     @staticmethod
     def _is_greedy(p: SamplingParams, biases: list[tuple[int, float]]) -> bool:
@@ -155,7 +160,7 @@ class Sampler:
             if pointer:
                 self._llama.llama_sampler_free(pointer)
         self._pointer = self._grammar = None
-        self.chain = self.grammar = 0
+        self.chain = self.grammar = self.fallback = 0
 
 
 _eog_cache: dict[int, list[int]] = {}
@@ -202,7 +207,16 @@ class RowSampler:
         self._index[:n] = index
         self._lib.mg_sample_rows(self._context, n, self._chains_c, self._grammars_c, self._index_c, self._tokens_c)
         tokens: list[int] = self._tokens[:n].tolist()
+        for i, sampler in enumerate(samplers):
+            if sampler.banned and tokens[i] in sampler.banned:
+                tokens[i] = self._sample_again(sampler, index[i])
         return tokens
+
+    def _sample_again(self, sampler: Sampler, index: int) -> int:
+        """Argmax chose a forbidden token: the chain that rules it out chooses."""
+        self._chains[0], self._grammars[0], self._index[0] = sampler.fallback, 0, index
+        self._lib.mg_sample_rows(self._context, 1, self._chains_c, self._grammars_c, self._index_c, self._tokens_c)
+        return int(self._tokens[0])
 
     def logprobs(self, index: int, token: int, n_top: int) -> TokenProb:
         """Log-probabilities over the raw logits of one row."""

@@ -109,6 +109,23 @@ def test_logit_bias_forbids_and_forces(smol: Any) -> None:
     assert forced == [1000, 1000, 1000]
 
 
+@pytest.mark.parametrize("n_banned", [1, 3])
+def test_forbidden_tokens_leave_greedy_the_best_of_the_rest(smol: Any, n_banned: int) -> None:
+    text = "The capital of France is"
+    logits = reference_logits(smol, smol.engine.vocab.tokenize(text, True, True).tolist())
+    best = np.argsort(-logits)[: n_banned + 1].tolist()
+    bias = tuple((token, float("-inf")) for token in best[:n_banned])
+    fields = {"temperature": GREEDY, "n_predict": 4, "cache_prompt": False}
+    (end,) = smol.ask(request(smol, text, logit_bias=bias, **fields))
+    assert end.tokens[0] == best[n_banned]
+    assert not set(best[:n_banned]) & set(end.tokens)
+    elsewhere = next(token for token in range(100, 200) if token not in best)
+    (free,) = smol.ask(request(smol, text, **fields))
+    (unaffected,) = smol.ask(request(smol, text, logit_bias=((elsewhere, float("-inf")),), **fields))
+    assert free.tokens[0] == best[0]
+    assert unaffected.tokens == free.tokens
+
+
 def test_ignore_eos_never_ends(smol: Any) -> None:
     text = "<|im_start|>user\nSay ok.<|im_end|>\n<|im_start|>assistant\nok"
     bias = tuple((token, 50.0) for token in smol.engine.vocab.eog_tokens())
