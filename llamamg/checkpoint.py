@@ -80,6 +80,7 @@ class CheckpointPolicy:
 
     def rewind(self, slot: Slot, n_past: int, n_prompt: int) -> int:
         """Make the slot's memory continue at `n_past` or before; how many tokens it can keep. Drops later snapshots."""
+        n_common = n_past
         if n_past > 0:
             pos_min = self.kv.pos_min(slot.seq_id)
             needed = max(0, n_past - self.kv.n_swa - (0 if n_past < n_prompt else 1))
@@ -87,7 +88,8 @@ class CheckpointPolicy:
                 n_past = 0
             elif pos_min >= needed:
                 n_past = self._restore(slot, n_past, needed)
-        slot.checkpoints = [c for c in slot.checkpoints if c.pos_max <= n_past]
+        # llama-server keeps one that ends a token behind the common prefix too, and may restore that wrong state later.
+        slot.checkpoints = [c for c in slot.checkpoints if c.pos_max <= n_past and c.n_tokens <= n_common]
         return n_past
 
     def _restore(self, slot: Slot, n_past: int, needed: int) -> int:

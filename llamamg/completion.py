@@ -62,8 +62,10 @@ class Completion:
             sequence.n_decoded += 1
             sequence.last_token = token
             n_used += 1
-            text += sequence.text.push(self._piece(sequence, token))
-            reason = self._end(sequence, token, now, n_held=len(sequence.slot.tokens) - len(output.tokens) + n_used)
+            sent = sequence.text.push(self._piece(sequence, token))
+            text += sent
+            n_held = len(sequence.slot.tokens) - len(output.tokens) + n_used
+            reason = self._end(sequence, token, now, sent, n_held)
             if reason is not None:
                 break
         request, n_unused = sequence.request, len(output.tokens) - n_used
@@ -105,8 +107,8 @@ class Completion:
         itl.add(gap)
         t.predicted_ms = 1e3 * (now - sequence.t_prompt)
 
-    def _end(self, sequence: Sequence, token: int, now: float, *, n_held: int) -> FinishReason | None:
-        """Why the sequence ends with `token`, if it does; `n_held` tokens were in the cache when it was sampled."""
+    def _end(self, sequence: Sequence, token: int, now: float, sent: str, n_held: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, if it does: it let `sent` out, and `n_held` tokens were cached before it."""
         request, text = sequence.request, sequence.text
         if text.stopped:
             return FinishReason.WORD
@@ -118,7 +120,7 @@ class Completion:
         if sequence.n_predict >= 0 and sequence.n_decoded >= sequence.n_predict:
             return FinishReason.LIMIT
         over_time = request.t_max_predict_ms > 0 and 1e3 * (now - sequence.t_prompt) > request.t_max_predict_ms
-        if over_time and text.has_new_line:
+        if over_time and "\n" in sent:  # a line is never cut
             return FinishReason.LIMIT
         if request.n_indent > 0 and text.has_new_line and _indent_broken(text.text, request.n_indent):
             return FinishReason.LIMIT
@@ -225,8 +227,10 @@ def _copy(t: Timings) -> Timings:
 
 def _indent_broken(text: str, n_indent: int) -> bool:
     """Whether a line after the first begins its text with less than `n_indent` blanks (infill clients ask for that)."""
-    for line in text.split("\n")[1:]:
-        body = line.lstrip(" \t")
-        if body and len(line) - len(body) < n_indent:
+    lines = text.split("\n")[1:]
+    for i, line in enumerate(lines):
+        n_blanks = len(line) - len(line.lstrip(" \t"))
+        is_begun = n_blanks < len(line) or i < len(lines) - 1
+        if is_begun and n_blanks < n_indent:
             return True
     return False

@@ -69,10 +69,10 @@ class FakeVocabulary(Vocabulary):
 class FakeKV(KVCache):
     """Sequence memory as sets of positions, with the rules of a plain, or of a hybrid, cache. Misuse is an AssertionError."""
 
-    def __init__(self, n_seq: int, *, hybrid: bool = False) -> None:
+    def __init__(self, n_seq: int, *, hybrid: bool = False, n_rs_seq: int = 0) -> None:
         self.held: dict[int, list[int]] = {i: [] for i in range(n_seq)}
-        self.n_swa, self.n_rs_seq, self.can_shift = 0, 0, not hybrid
-        self.removal = Removal.FULL if hybrid else Removal.PART
+        self.n_swa, self.n_rs_seq, self.can_shift = 0, n_rs_seq, not hybrid
+        self.removal = Removal.PART if not hybrid else Removal.BOUNDED if n_rs_seq else Removal.FULL
         self.copies: list[tuple[int, int]] = []
 
     def put(self, seq_id: int, pos0: int, tokens: list[int]) -> None:
@@ -85,7 +85,7 @@ class FakeKV(KVCache):
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         n = len(self.held[seq_id])
         begin, end = max(p0, 0), n if p1 < 0 else min(p1, n)
-        if self.removal is Removal.FULL and 0 < begin < n:
+        if self.removal is not Removal.PART and 0 < begin < n - self.n_rs_seq:
             return False
         del self.held[seq_id][begin:end]
         return True
@@ -99,7 +99,7 @@ class FakeKV(KVCache):
 
     def pos_min(self, seq_id: int) -> int:
         n = len(self.held[seq_id])
-        return n - 1 if self.removal is Removal.FULL or n == 0 else 0
+        return n - 1 if self.removal is not Removal.PART or n == 0 else 0
 
     def pos_max(self, seq_id: int) -> int:
         return len(self.held[seq_id]) - 1
@@ -182,6 +182,7 @@ def fake_engine(
     *,
     n_ctx_slot: int = 512,
     hybrid: bool = False,
+    n_rs_seq: int = 0,
     next_token: NextToken = count_up,
     plugins: PluginSet | None = None,
     config: Config | None = None,
@@ -195,7 +196,7 @@ def fake_engine(
     if plugins is None:
         plugins = PluginSet.discover(config.plugins)
         config = plugins.configure(config, [])
-    kv = FakeKV(n_slots, hybrid=hybrid)
+    kv = FakeKV(n_slots, hybrid=hybrid, n_rs_seq=n_rs_seq)
     runner = FakeRunner(kv, next_token, n_batch, n_ubatch)
 
     def new_sampler(request: Request) -> Any:

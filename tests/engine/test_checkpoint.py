@@ -216,6 +216,16 @@ def test_without_a_usable_snapshot_all_is_computed_anew() -> None:
     assert slot.checkpoints == []
 
 
+def test_a_snapshot_that_holds_the_first_differing_token_is_dropped() -> None:
+    rules = policy()
+    slot = slot_with(rules, 100, 30, 61)
+    assert rules.rewind(slot, 60, 200) == 30
+    assert [c.n_tokens for c in slot.checkpoints] == [30]
+    fresh = slot_with(rules, 1, 1)
+    assert rules.rewind(fresh, 0, 50) == 0
+    assert fresh.checkpoints == []
+
+
 def test_a_snapshot_that_the_library_refuses_is_passed_over() -> None:
     rules = policy()
     slot = slot_with(rules, 100, 30, 60)

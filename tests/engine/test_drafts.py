@@ -147,6 +147,16 @@ def test_a_hybrid_never_drafts(with_plugins: Callable[..., Any]) -> None:
     assert all(n == 1 for batch in runner.batches[-9:] for _, _, n, _ in batch)
 
 
+def test_a_state_that_can_go_back_two_tokens_drafts_two(with_plugins: Callable[..., Any]) -> None:
+    cls, told = drafting(wrong)
+    engine, _, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, n_rs_seq=2)
+    end = answer(engine, events, n_predict=10)
+    assert {proposed for proposed, _ in told[:-2]} == {2}
+    assert {accepted for _, accepted in told} == {0}
+    plain_engine, _, plain_events = fake_engine(1)
+    assert end.text == answer(plain_engine, plain_events, n_predict=10).text
+
+
 def test_neighbours_with_and_without_drafts(with_plugins: Callable[..., Any]) -> None:
     cls, _ = drafting(lambda sequence, limit: half_right(sequence, limit) if sequence.slot.id == 0 else [])
     engine, _, events = with_plugins(cls, n_slots=2, n_draft_max=4)

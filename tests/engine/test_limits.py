@@ -99,10 +99,13 @@ def test_time_limit_waits_for_a_new_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finish(b"one line only, " * 3, t_max_predict_ms=2000).reason is FinishReason.EOS
     end = finish(b"one line\nand another", t_max_predict_ms=2000)
     assert (end.reason, end.text) == (FinishReason.LIMIT, "one line\n")
+    end = finish(b"1\n2 goes on and on\n3", t_max_predict_ms=9000)
+    assert (end.reason, end.text) == (FinishReason.LIMIT, "1\n2 goes on and on\n")
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [(b"if x:\n    a\nb = 1\n", "if x:\n    a\nb"), (b"a\n    b\n\n    c", None)]
+    ("text", "shown"),
+    [(b"if x:\n    a\nb = 1\n", "if x:\n    a\nb"), (b"a\n    b\n    c", None), (b"a\n    b\n\n    c", "a\n    b\n\n")],
 )
 def test_indentation_limit(text: bytes, shown: str | None) -> None:
     end = finish(text, n_indent=4)

@@ -98,7 +98,7 @@ def check_running(engine: Any, runner: Any) -> None:
     running = engine.scheduler.running
     assert {id(slot.sequence) for slot in slots if slot.busy} == {id(sequence) for sequence in running}
     for slot in slots:
-        if not slot.busy:
+        if not slot.busy and not engine._pending:  # what a cancel left in planned batches is cut when they are reached
             held = slot.tokens.view().tolist()
             assert runner.kv.held[slot.seq_id][: len(held)] == held
 
@@ -113,6 +113,7 @@ def test_whatever_happens(with_plugins: Any, seed: int) -> None:
         n_slots=n_slots,
         n_draft_max=rng.choice((0, 4)),
         hybrid=hybrid,
+        n_rs_seq=rng.choice((0, 4)),
         next_token=model,
         n_ctx_slot=N_CTX_SLOT,
         n_batch=rng.choice((16, 64)),
