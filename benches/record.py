@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ABSOLUTE = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@=-]+/)+")  # the folders of an absolute path; addresses stay
+ABSOLUTE = re.compile(r"(?<![\w./])(?<!:/)~?/(?:[\w.+@=-]+/)+")  # the folders of an absolute path; addresses stay
 MAX_HASHED = 4 << 30  # bytes; a larger synthetic model is known by how it was generated
 PACKAGES = ("llama_cpp_python", "numpy", "uvicorn", "uvloop", "httptools", "starlette", "orjson", "cffi", "pluggy")
 ENVIRONMENT = re.compile(r"^(LLAMA|GGML|LLAMAMG|OMP|GOMP|CUDA|NVIDIA|NCCL|PYTHON)")

@@ -144,7 +144,10 @@ def _ablation(found: Found) -> str:
             low, high = m["change_interval"]
             where = f"{row['plugin']}, {row['load']}, {row['model'].removesuffix('.gguf')}"
             bars.setdefault(metric, []).append((where, m["change_percent"], low, high, m["better"] is not None))
-    pictures = "".join(svg(bars_figure(metric.replace("_", " "), rows, metric.endswith("_ms"))) for metric, rows in sorted(bars.items()))
+    pictures = "".join(
+        svg(bars_figure(metric.replace("_", " "), rows, metric.endswith("_ms")))
+        for metric, rows in sorted(bars.items())
+    )
     outcomes = [
         f"{row['plugin']}, {row['load']}, {row['model']}: {row['status']}"
         + (f": {row['reason']}" if row.get("reason") else "")

@@ -93,6 +93,8 @@ def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]
         axis.set_yticks(at, names)
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel("change with the plugin, % (bars: mean, lines: 99 % interval; green: gain, red: loss, pale: no difference claimed)")
+        axis.set_xlabel(
+            "change with the plugin, % (line: 99 % interval; green: gain, red: loss, pale: no difference claimed)"
+        )
         axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
         return figure

@@ -1,0 +1,295 @@
+"""The grid: order and budget of cells, rates of a cell, prompts, sides and their errors; and once against a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llamamg_benches import grid, grid_cells, grid_sides, grid_table
+from llamamg_benches.client import Answer
+from llamamg_benches.errors import BenchError
+from llamamg_benches.grid_cells import Budget, Cell, cells, parse_depths
+from llamamg_benches.grid_measure import Stream, generate_row, prefill_row, stream_of, token_gaps
+from llamamg_benches.grid_prompts import Prompts
+from llamamg_benches.grid_watch import PAGE, rss_mib, session_pids
+from llamamg_benches.program import run_module
+from llamamg_benches.sides import Server, SideError
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- which cells
+
+
+def test_depths_are_tokens_in_order_without_doubles() -> None:
+    assert parse_depths("50k,5k,1500, 5000") == [1500, 5000, 50_000]
+
+
+@pytest.mark.parametrize("text", ["", "5x", "0", "-5", "1", "5k,"])
+def test_a_list_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="--depths"):
+        parse_depths(text)
+
+
+def test_every_cell_comes_once_and_before_its_repeat() -> None:
+    order = cells([1, 5], [5000, 50_000, 250_000], 2)
+    assert len(order) == len(set(order)) == 12
+    assert order[0] == Cell(1, 5000)
+    assert order[-1] == Cell(5, 250_000, 1)
+    for cell in order:
+        if cell.repeat:
+            assert order.index(Cell(cell.n_sessions, cell.depth)) < order.index(cell)
+    # Short cells are repeated before the deep ones begin, or a limited time would give single measurements only.
+    assert order.index(Cell(1, 5000, 1)) < order.index(Cell(1, 250_000))
+    assert order.index(Cell(5, 5000, 1)) < order.index(Cell(5, 50_000))
+
+
+def test_a_cell_that_would_not_fit_is_left_out_and_a_cheaper_one_is_not() -> None:
+    clock = Clock()
+    budget = Budget(10, clock)
+    assert budget.refuses(Cell(5, 250_000)) is None  # nothing is known yet
+    clock.now = 60
+    budget.took(Cell(1, 50_000), 60)
+    assert "540 s were left" in str(budget.refuses(Cell(5, 250_000)))
+    assert budget.refuses(Cell(1, 150_000)) is None
+    assert budget.refuses(Cell(1, 5000)) is None
+    clock.now = 601
+    assert budget.refuses(Cell(1, 5000)) == "the time was up"
+
+
+def test_a_repeat_is_expected_to_take_what_the_cell_took() -> None:
+    budget = Budget(None, Clock())
+    budget.took(Cell(1, 5000), 10)
+    budget.took(Cell(1, 50_000), 50)
+    assert budget.estimate_s(Cell(1, 5000, 1)) == pytest.approx(10 * grid_cells.MARGIN)
+
+
+# -- what a cell says
+
+
+def answer(t_sent: float, stamps: list[float], n_prompt: int = 0, events: tuple[bytes, ...] = ()) -> Answer:
+    final = {"timings": {"prompt_n": n_prompt, "prompt_per_second": 1.0}}
+    return Answer(t_sent, np.array(stamps), (stamps or [t_sent])[-1] + 0.5, final, events)
+
+
+def test_prefill_together_and_for_each_session() -> None:
+    row = prefill_row([answer(10.0, [12.0], 1000), answer(10.0, [14.0], 1000)])
+    assert row["tps"] == pytest.approx(2000 / 4)
+    assert row["slot_tps"] == pytest.approx((1000 / 2 + 1000 / 4) / 2)
+    assert row["ttft_ms"] == [2000.0, 4000.0]
+
+
+def test_a_first_token_without_an_event_of_its_own_counts_at_the_end() -> None:
+    assert prefill_row([answer(1.0, [], 100)])["ttft_ms"] == [500.0]
+
+
+def test_prefill_without_a_count_of_tokens_is_no_measurement() -> None:
+    with pytest.raises(SideError, match="prompt_n"):
+        prefill_row([answer(0.0, [1.0], 0)])
+
+
+def test_generation_counts_only_while_all_sessions_decode() -> None:
+    early = Stream(np.array([0.0, 1.0, 2.0, 3.0]), np.array([1, 2, 3, 4]))
+    late = Stream(np.array([1.5, 2.5, 3.5, 4.5]), np.array([1, 2, 3, 4]))
+    row = generate_row([early, late])
+    assert row["window_s"] == pytest.approx(1.5)
+    assert row["n_tokens"] == 3  # 2.0 and 3.0 of the first, 2.5 of the second
+    assert row["tps"] == pytest.approx(2.0)
+    assert row["slot_tps"] == pytest.approx(1.0)
+    assert row["itl_ms"]["max"] == pytest.approx(1000)
+
+
+def test_sessions_that_never_decode_together_are_an_error() -> None:
+    with pytest.raises(SideError, match="--n-predict"):
+        generate_row([Stream(np.array([0.0, 1.0]), np.array([1, 2])), Stream(np.array([2.0, 3.0]), np.array([1, 2]))])
+
+
+def test_an_event_with_several_tokens_counts_them_all() -> None:
+    events = tuple(json.dumps({"tokens_predicted": n}).replace(" ", "").encode() for n in (1, 4))
+    stream = stream_of(answer(0.0, [1.0, 1.3], events=events))
+    assert stream.counts.tolist() == [1, 4]
+    assert token_gaps(stream, 1.0, 1.3) == pytest.approx([100.0] * 3)
+    assert generate_row([stream])["n_tokens"] == 3
+
+
+def test_a_server_that_does_not_count_sends_one_token_an_event() -> None:
+    assert stream_of(answer(0.0, [1.0, 2.0], events=(b"{}", b"{}"))).counts.tolist() == [1, 2]
+
+
+# -- prompts
+
+
+def test_prompts_are_alike_on_all_sides_and_new_for_every_run() -> None:
+    a, b = Prompts(1, 50_000), Prompts(1, 50_000)
+    assert a.make(0, 300, 0) == b.make(0, 300, 0)
+    assert len(a.make(0, 300, 0)) == 300
+    different = [a.make(*key) for key in ((0, 300, 0), (1, 300, 0), (0, 300, 1))] + [Prompts(2, 50_000).make(0, 300, 0)]
+    assert len({tuple(prompt[:2]) for prompt in different}) == 4  # not even a common beginning
+    assert max(max(prompt) for prompt in different) < 50_000
+
+
+def test_the_second_prompt_only_adds() -> None:
+    ids, words = Prompts(1, 1000).make(0, 50, 0), Prompts(1, None).make(0, 50, 0)
+    assert Prompts(1, 1000).longer(ids)[:-1] == ids
+    assert str(Prompts(1, None).longer(words)).startswith(str(words))
+    assert len(str(words).split()) == 50
+
+
+# -- sides
+
+
+def test_sides_by_name_and_by_address() -> None:
+    sides = grid_sides.parse(["off", "theirs=http://10.0.0.1:8080/"], None)
+    assert [(side.name, side.url) for side in sides] == [("off", None), ("theirs", "http://10.0.0.1:8080")]
+    assert [side.name for side in grid_sides.parse([], None)] == ["ours", "off", "upstream"]
+
+
+@pytest.mark.parametrize("text", ["mine", "x=10.0.0.1", "=http://h:1", "x=ftp://h"])
+def test_a_side_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="--side"):
+        grid_sides.parse([text], None)
+
+
+def test_two_sides_with_one_name_are_refused() -> None:
+    with pytest.raises(BenchError, match="name of its own"):
+        grid_sides.parse(["off", "off"], None)
+
+
+def test_flags_have_room_for_the_deepest_cell_and_what_is_given_counts() -> None:
+    flags = grid_sides.serve_flags(["-t", "1"], 5, 5130)
+    assert int(flags[flags.index("-c") + 1]) // 5 >= 5130 + grid_sides.SPARE_TOKENS
+    assert grid_sides.serve_flags(["-c", "99", "-np", "2", "-cram", "1"], 5, 5130) == [
+        "-c",
+        "99",
+        "-np",
+        "2",
+        "-cram",
+        "1",
+    ]
+
+
+def test_another_ubatch_takes_the_batch_along() -> None:
+    assert grid_sides.with_ubatch(["-ub", "512", "-b", "1024", "-t", "1"], 4096) == [
+        "-t",
+        "1",
+        "-b",
+        "4096",
+        "-ub",
+        "4096",
+    ]
+    assert grid_sides.with_ubatch([], 256) == ["-b", "2048", "-ub", "256"]
+    assert grid_sides.ubatch_of(["-ub", "256", "-t", "1"]) == 256
+    assert grid_sides.ubatch_of(["-t", "1"]) == 512
+
+
+class FakeServer(Server):
+    """Answers from a dictionary."""
+
+    def __init__(self, name: str, n_ctx: int = 4096, n_slots: int = 5, **meta: int) -> None:
+        super().__init__(name, "http://127.0.0.1:1")
+        self.answers: dict[str, Any] = {
+            "/props": {"default_generation_settings": {"n_ctx": n_ctx}, "total_slots": n_slots},
+            "/v1/models": {"data": [{"meta": {"n_vocab": 1000, **meta}}]},
+        }
+
+    def get(self, path: str) -> Any:
+        return self.answers[path]
+
+
+def test_depth_beyond_the_context_is_said() -> None:
+    with pytest.raises(BenchError, match="4096 tokens of context per slot"):
+        grid_sides.check([FakeServer("a")], 5, 5000)
+
+
+def test_too_few_slots_are_said() -> None:
+    with pytest.raises(BenchError, match="-np 6"):
+        grid_sides.check([FakeServer("a")], 6, 100)
+
+
+def test_different_models_are_said() -> None:
+    with pytest.raises(BenchError, match="different models"):
+        grid_sides.check([FakeServer("a", n_params=5), FakeServer("b", n_params=6)], 1, 100)
+    grid_sides.check([FakeServer("a", n_params=5), FakeServer("b", n_params=5)], 1, 100)
+
+
+# -- memory
+
+
+def test_memory_of_a_process_and_what_it_started(tmp_path: Path) -> None:
+    for pid, session, pages in ((10, 10, 300), (11, 10, 200), (12, 9, 700)):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{pid} (a) b) S 1 {session} {session} 0")
+        (folder / "statm").write_text(f"9999 {pages} 1")
+    pids = session_pids(10, tmp_path)
+    assert sorted(pids) == [10, 11]
+    assert rss_mib(pids, tmp_path) == round(500 * PAGE / 2**20, 1)
+    assert rss_mib([77], tmp_path) is None
+
+
+# -- the command
+
+
+def command(*arguments: str) -> int:
+    return run_module(grid, list(arguments), "llamamg bench grid")
+
+
+def test_an_unreachable_server_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llamamg_benches.record import free_port
+
+    status = command("--side", f"x=http://127.0.0.1:{free_port()}", "--depths", "64", "--results", str(tmp_path))
+    assert status == 1
+    assert "is the server running there?" in capsys.readouterr().err
+    assert list(tmp_path.glob("*/*")) == []  # nothing half-written
+
+
+def test_a_missing_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--side", "off", "-m", str(tmp_path / "no.gguf"), "--results", str(tmp_path)) == 1
+    assert "give a model with -m" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid, "one_by_one", interrupted)
+    assert command("--side", "off", "-m", str(micro_model), "--results", str(tmp_path)) == 130
+    assert list(tmp_path.glob("*/*")) == []
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Our own server on the synthetic hybrid: rows, files and no path of this machine."""
+    flags = ("-t", "1", "-b", "256", "-ub", "64")
+    status = command(
+        "--side", "off", "-m", str(micro_model), "--slots", "1,2", "--depths", "70,200", "--repeats", "1",
+        "--n-predict", "12", "--results", str(tmp_path), *flags,
+    )  # fmt: skip
+    assert status == 0, capsys.readouterr().err
+    [folder] = tmp_path.glob("*/*")
+    result = json.loads((folder / "grid.json").read_text())
+    assert [(r["n_sessions"], r["depth"]) for r in result["rows"]] == [(1, 70), (2, 70), (1, 200), (2, 200)]
+    for row in result["rows"]:
+        assert row["prefill"]["n_prompt"] == [row["depth"]] * row["n_sessions"]
+        assert row["generate"]["n_recomputed"] == 0  # what the slots held was used, recurrent layers included
+        assert 1 <= row["generate"]["n_tokens"] < 12 * row["n_sessions"]
+        assert row["generate_watch"]["host_rss_mib"] > 0
+    assert result["left_out"] == []
+    assert result["record"]["model"]["sha256"]
+    assert str(tmp_path) not in (folder / "grid.json").read_text()
+    assert str(micro_model.parent) not in "".join(p.read_text() for p in folder.iterdir() if p.suffix != ".svg")
+    assert (folder / "table.md").read_text().rstrip() == grid_table.markdown(result)
+    assert (folder / "off-ub64.log").is_file()

@@ -1,0 +1,223 @@
+"""The report and README's table: made from the JSON alone, machine by machine, and never from a half-written run."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llamamg_benches import grid_table, report
+from llamamg_benches.errors import BenchError
+from llamamg_benches.program import run_module
+from llamamg_benches.report_load import machines, newest
+from llamamg_benches.results_table import results_table
+
+from llamamg import readmedocs
+
+
+def grid_row(
+    side: str, depth: int, repeat: int, prefill: float, generate: float, n: int = 1, kind: str = "same flags"
+) -> Any:
+    watch = {
+        "host_rss_mib": 100.0,
+        "devices": [{"gpu_percent": {"mean": 90.0, "max": 99.0}, "memory_mib": {"mean": 5.0, "max": 7.0}}],
+    }
+    return {
+        "side": side, "n_sessions": n, "depth": depth, "repeat": repeat, "ubatch": 512, "kind": kind,
+        "prefill": {"tps": prefill, "slot_tps": prefill / n, "ttft_ms": [1000.0 * depth / prefill] * n},
+        "generate": {"tps": generate, "slot_tps": generate / n, "itl_ms": {"p50": 10.0, "p90": 11.0, "p99": 12.0, "max": 13.0}},
+        "prefill_watch": watch, "generate_watch": watch,
+    }  # fmt: skip
+
+
+def grid_result(date: str, cpu: str = "Fast CPU", ratio: float = 1.0) -> dict[str, Any]:
+    rows = [
+        grid_row(side, depth, repeat, base * 1000 + repeat, base * 50 + repeat, n)
+        for side, base in (("off", ratio), ("upstream", 1.0))
+        for n in (1, 5)
+        for depth in (5000, 50_000)
+        for repeat in (0, 1)
+    ]
+    result = {
+        "bench": "grid",
+        "order": "alternating",
+        "sides": [
+            {"name": "off", "label": "llamamg, plugins off"},
+            {"name": "upstream", "label": "llama-server (unpatched)"},
+        ],
+        "rows": rows,
+        "best_ub": {},
+        "left_out": [{"n_sessions": 5, "depth": 250_000, "repeat": 0, "side": "", "reason": "the time was up"}],
+        "record": {
+            "date": date,
+            "machine": {"cpu": cpu, "n_cpus_usable": 4, "memory_gib": 16.0, "gpus": []},
+            "software": {"commit": "0123456789abcdef", "dirty": False},
+            "model": {"file": "m<1>.gguf"},
+            "flags": ["-np", "5"],
+        },
+    }
+    return {**result, "comparisons": grid_table.comparisons(result)}
+
+
+ABLATION = {
+    "bench": "ablation",
+    "flags": [["-np", "5"]],
+    "rows": [
+        {
+            "plugin": "seq-compact", "load": "five", "model": "micro.gguf", "status": "acted", "reason": None,
+            "metrics": {
+                "decode_tps": {"change_percent": 12.5, "change_interval": [10.0, 15.0], "better": True},
+                "itl_p99_ms": {"change_percent": -3.0, "change_interval": [-8.0, 2.0], "better": None},
+            },
+        },
+        {"plugin": "prefill-gate", "load": "solo", "model": "micro.gguf", "status": "no effect", "reason": "nothing <arrived>"},
+    ],
+    "record": {
+        "date": "2026-01-03", "machine": {"cpu": "Fast CPU", "n_cpus_usable": 4, "memory_gib": 16.0, "gpus": []},
+        "software": {"commit": "0123456789abcdef", "dirty": True}, "models": [{"file": "micro.gguf"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two machines: one with two grids and an ablation, one with a single grid."""
+    put(tmp_path, "fast", "2026-01-01-grid", "grid.json", grid_result("2026-01-01T00:00:00"))
+    put(tmp_path, "fast", "2026-01-02-grid", "grid.json", grid_result("2026-01-02T00:00:00", ratio=2.0))
+    put(tmp_path, "fast", "2026-01-03-ablation", "result.json", ABLATION)
+    put(tmp_path, "fast", "2026-01-03-ablation", "plot.json", {"kind": "bars"})
+    put(tmp_path, "fast", ".unfinished-x", "grid.json", {"bench": "grid"})
+    put(tmp_path, "slow", "2026-01-01-grid", "grid.json", grid_result("2026-01-01T00:00:00", cpu="Slow CPU"))
+    return tmp_path
+
+
+def put(root: Path, machine: str, run: str, name: str, value: Any) -> None:
+    folder = root / machine / run
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(value))
+
+
+# -- finding
+
+
+def test_results_of_each_machine_the_newest_first_and_no_unfinished_one(results: Path) -> None:
+    found = machines(results)
+    assert {name: [f.run for f in of] for name, of in found.items()} == {
+        "fast": ["2026-01-03-ablation", "2026-01-02-grid", "2026-01-01-grid"],
+        "slow": ["2026-01-01-grid"],
+    }
+    grid = newest(found["fast"], "grid")
+    assert grid is not None
+    assert grid.run == "2026-01-02-grid"
+
+
+def test_a_file_that_is_no_json_is_named(results: Path) -> None:
+    (results / "slow" / "2026-01-01-grid" / "grid.json").write_text("{")
+    with pytest.raises(BenchError, match=r"slow.*grid\.json"):
+        machines(results)
+
+
+# -- tables
+
+
+def test_pairs_are_the_same_cell_and_repeat_and_a_difference_is_found() -> None:
+    prefill, generation = grid_table.comparisons(grid_result("2026", ratio=1.1))
+    assert prefill["n_pairs"] == generation["n_pairs"] == 8
+    assert prefill["verdict"] == "A higher"
+    assert prefill["mean"] == pytest.approx(1.1, rel=0.01)
+    assert [c["verdict"] for c in grid_table.comparisons(grid_result("2026"))] == ["no difference"] * 2
+
+
+def test_a_cell_that_one_side_lacks_makes_no_pair() -> None:
+    result = grid_result("2026")
+    result["rows"] = [r for r in result["rows"] if not (r["side"] == "upstream" and r["n_sessions"] == 5)]
+    assert grid_table.comparisons(result)[0]["n_pairs"] == 4
+
+
+def test_rows_measured_with_other_flags_stay_out_of_the_table_and_of_the_pairs() -> None:
+    result = grid_result("2026")
+    result["rows"].append(grid_row("off", 5000, 0, 99_999.0, 99_999.0, kind="best ub"))
+    assert "99999" not in "\n".join(grid_table.cell_table(result))
+    assert "99999" in "\n".join(grid_table.cell_table(result, grid_table.BEST))
+    assert grid_table.comparisons(result)[0]["verdict"] == "no difference"
+
+
+def test_the_markdown_says_what_was_left_out() -> None:
+    assert "left out: 5 x 250k, measurement 1: the time was up" in grid_table.markdown(grid_result("2026"))
+
+
+def test_readmes_table_has_the_newest_grid_of_each_machine_and_never_both_in_one(results: Path) -> None:
+    fast, slow = results_table(results).split("**Slow CPU")
+    assert "**Fast CPU, 4 cores**" in fast
+    assert "2026-01-02" in fast
+    assert "2026-01-01" not in fast
+    assert fast.count("| sessions |") == slow.count("| sessions |") == 1
+    assert "2000 (400)" in fast.replace("2001", "2000").replace("2000 (401)", "2000 (400)")
+    assert "2000" not in slow
+
+
+def test_a_changed_result_makes_the_readme_stale(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(readmedocs.PARTS, "results", lambda: results_table(results))
+    page = readmedocs.render("<!-- plugins -->\n<!-- /plugins -->\n<!-- results -->\n<!-- /results -->\n")
+    assert readmedocs.render(page) == page
+    put(results, "slow", "2026-01-09-grid", "grid.json", grid_result("2026-01-09T00:00:00", ratio=3.0))
+    assert readmedocs.render(page) != page
+
+
+# -- the report
+
+
+class Shape(HTMLParser):
+    """Counts what is in a page, and notes what it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [
+            str(value)
+            for name, value in attrs
+            if name == "src" or (name.endswith("href") and not str(value).startswith("#"))
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_one_file_with_curves_and_bars_that_loads_nothing(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "report.html"
+    assert run_module(report, ["--results", str(results), "-o", str(out)], "llamamg bench report") == 0
+    text = out.read_text()
+    shape = Shape()
+    shape.feed(text)
+    assert shape.loads == []
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    assert shape.tags.count("svg") == 3 * 2 + 2  # three grids with two numbers of sessions, two metrics of the ablation
+    assert shape.tags.count("section") == 2
+    assert shape.tags.count("h1") == 1
+    assert "nothing <arrived>" in shape.text  # what results say is text, never markup
+    assert "m<1>.gguf" in shape.text
+    assert "left out: 5 x 250k" in shape.text
+    assert not list(tmp_path.glob(".*unfinished*"))
+    assert report.page(results) == text  # the same results, the same bytes
+
+
+def test_no_results_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_module(report, ["--results", str(tmp_path)], "llamamg bench report") == 1
+    assert "llamamg bench grid" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out = results / "no" / "report.html"
+    assert run_module(report, ["--results", str(results), "-o", str(out)], "llamamg bench report") == 1
+    assert "-o" in capsys.readouterr().err
