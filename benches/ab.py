@@ -24,6 +24,7 @@ from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable, with_plugin
 from .judge import NOT_APPLICABLE, check_pairs, failed, judge, sentence, unmeasured
 from .loads import LOADS, Load, Sizes
+from .quiet import busy_fraction
 from .session import Session
 from .switching import Restarted, Toggled
 from .tables import metric_lines
@@ -73,11 +74,14 @@ def run(args: argparse.Namespace) -> int:
     flags = serve_flags(model, (load,), sizes, given)
     config = config_of(flags)
     with record.ResultFolder(f"ab-{args.plugin}-{load.name}", args.results) as folder:
+        busy = busy_fraction()
         with tqdm(total=2 * args.pairs, desc=f"{args.plugin}, {load.name}", unit="block", disable=None) as bar:
             row = _row(args, config, flags, load, sizes, declaration.guard.kind, bar)
         row = {"model": model.name, "load": load.name, "effect_unit": declaration.effect, **row}
-        result = {"bench": NAME, "flags": record.without_paths(flags), "sizes": asdict(sizes), "rows": [row]}
-        result["record"] = record_of(model)
+        result = {
+            "bench": NAME, "flags": record.without_paths(flags), "sizes": asdict(sizes), "busy_before": busy,
+            "rows": [row], "record": record_of(model),
+        }  # fmt: skip
         folder.write("result.json", result)
         folder.text("table.txt", table(result) + "\n")
     print(table(result))

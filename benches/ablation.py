@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from llamamg.engine import Engine
-from llamamg.plugins import PluginError, PluginView, discover
+from llamamg.plugins import Found, PluginDeclaration, PluginError, PluginView, discover
 from llamamg.plugins.selection import declaration_of, unknown
 
 from . import record
@@ -36,6 +36,7 @@ from .judge import (
     unmeasured,
 )  # fmt: skip
 from .loads import LOADS, Load, Sizes
+from .quiet import busy_fraction
 from .session import Session
 from .switching import Restarted, Toggled
 from .tables import word
@@ -86,11 +87,12 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * args.minutes
     rows: list[dict[str, Any]] = []
     with record.ResultFolder(NAME, args.results) as folder:
+        busy = busy_fraction()
         n_rows = len(models) * len(loads) * len(wanted)
         with tqdm(total=n_rows, desc="ablation", unit="row", disable=None) as bar:
             for model, flags in zip(models, starts, strict=True):
                 ablation = Ablation(
-                    flags, sizes, args.pairs, lambda: (deadline - time.monotonic()) / max(1, bar.total - bar.n)
+                    flags, sizes, args.pairs, lambda: (deadline - time.monotonic()) / max(1, bar.total - bar.n), found
                 )
                 for row in ablation.rows(wanted, loads, bar):
                     unit = declaration_of(row["plugin"], found).effect
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
             "bench": NAME,
             "flags": [record.without_paths(flags) for flags in starts],
             "sizes": asdict(sizes),
+            "busy_before": busy,
             "plugins": summary(rows),
             "rows": rows,
             "record": record_of(*models),
@@ -114,7 +117,15 @@ def run(args: argparse.Namespace) -> int:
 class Ablation:
     """All rows of one model."""
 
-    def __init__(self, flags: list[str], sizes: Sizes, n_pairs: int, budget_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        flags: list[str],
+        sizes: Sizes,
+        n_pairs: int,
+        budget_s: Callable[[], float],
+        found: Mapping[str, Found],
+    ) -> None:
+        self._found = found
         self._flags, self._sizes, self._n_pairs, self._budget_s = flags, sizes, n_pairs, budget_s
 
     def rows(self, wanted: list[str], loads: list[Load], bar: Any) -> list[dict[str, Any]]:
@@ -152,14 +163,18 @@ class Ablation:
         except PluginError as error:
             if "restart with" in str(error):  # what it asks for at the start cannot be given to a running context
                 return None
-            reason = unavailable(error)
-            return unmeasured(case.plugin, NOT_APPLICABLE, reason or str(error))
+            failed = _view(engine, case.plugin).quarantined is not None
+            return unmeasured(case.plugin, NOT_MEASURED if failed else NOT_APPLICABLE, unavailable(error) or str(error))
+        needing = [name for name in engine.plugins.enabled() if case.plugin in self._declaration(name).requires]
+        for name in needing:  # they go with it, on both sides
+            engine.plugins.toggle(name, False)
         try:
             sides = Toggled(Session(engine, case.load, self._sizes), case.plugin)
-            return self._judged(sides, case)
+            return {**self._judged(sides, case), "without": needing}
         finally:
-            if next(v for v in engine.plugins.views() if v.name == case.plugin).enabled != case.was_on:
-                engine.plugins.toggle(case.plugin, case.was_on)
+            for name, enabled in ((case.plugin, case.was_on), *((name, True) for name in needing)):
+                if _view(engine, name).enabled != enabled:
+                    engine.plugins.toggle(name, enabled)
 
     def _apart(self, case: Case) -> dict[str, Any]:
         try:
@@ -171,8 +186,11 @@ class Ablation:
                 raise
             return unmeasured(case.plugin, NOT_APPLICABLE, reason)
 
+    def _declaration(self, name: str) -> PluginDeclaration:
+        return declaration_of(name, self._found)
+
     def _judged(self, sides: Toggled | Restarted, case: Case) -> dict[str, Any]:
-        guard = declaration_of(case.plugin, discover()).guard.kind
+        guard = self._declaration(case.plugin).guard.kind
         try:
             return judge(
                 sides,
@@ -186,6 +204,10 @@ class Ablation:
             if unavailable(error) is not None:
                 raise
             return unmeasured(case.plugin, NOT_MEASURED, str(error))
+
+
+def _view(engine: Engine, name: str) -> PluginView:
+    return next(view for view in engine.plugins.views() if view.name == name)
 
 
 def _facts(case: Case) -> dict[str, Any]:
@@ -231,6 +253,9 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'plugin':<14} {'model':<22} {'load':<8} {'metric':<12} {'change':>9} {'99 % interval':>20} pairs"]
     for row in result["rows"]:
         head = f"{row['plugin']:<14} {row['model'][:22]:<22} {row['load']:<8}"
+        if row["status"] == NO_EFFECT:
+            lines.append(f"{head} does nothing here")
+            continue
         if row["status"] != ACTED:
             lines.append(f"{head} {sentence(row, row['effect_unit'])}")
             continue

@@ -79,14 +79,16 @@ def judge(
 
 def compared(name: str, on: list[Block], off: list[Block]) -> dict[str, Any]:
     """One metric of both sides. `change_percent` and its interval are of on against off."""
-    a, b = [block.metrics[name] for block in on], [block.metrics[name] for block in off]
+    a, b = [round(block.metrics[name], 5) for block in on], [round(block.metrics[name], 5) for block in off]
     c = pairs.compare(a, b)
+    said = c.json()
+    del said["ratios"]  # of the two lists that are kept
     better = None if c.verdict == "no difference" else (c.verdict == "A higher") == HIGHER_IS_BETTER[name]
     return {
         "unit": UNITS[name],
         "on": a,
         "off": b,
-        **c.json(),
+        **said,
         "change_percent": 100 * (c.mean - 1),
         "change_interval": [100 * (c.low - 1), 100 * (c.high - 1)],
         "better": better,  # null: no difference is claimed

@@ -1,0 +1,145 @@
+"""Which rows an ablation has, on fake engines with plugins that stand in each other's way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benches import ablation
+from benches.ablation import Ablation, summary
+from benches.errors import BenchError
+from benches.judge import ACTED, NO_EFFECT, NOT_APPLICABLE, NOT_MEASURED, TOKENS_CHANGED
+from benches.loads import LOADS, Sizes
+from llamamg.config import Config
+from llamamg.engine import Engine
+from llamamg.plugins import Found, Unavailable
+from llamamg.plugins import testing as kit
+from llamamg.testing import fake_engine
+
+SIZES = Sizes(depth=24, n_tokens=8)
+
+
+def count(self: Any, batch: Any) -> None:
+    self.effect += 1
+
+
+def counting(name: str, **declaration: Any) -> type[Any]:
+    hooks = {"batch_submitted": count, **declaration.pop("hooks", {})}
+    return kit.plugin(name, hooks, **declaration)
+
+
+def rows(
+    monkeypatch: pytest.MonkeyPatch, classes: list[type[Any]], on: tuple[str, ...], after: Any = None
+) -> dict[str, dict[str, Any]]:
+    """The rows of one model and load `solo`; `on` are the plugins that it was started with."""
+    plugins = kit.unconfigured(*classes, enable=on)
+    config = plugins.configure(kit.config(2), [])
+    engine, _, _ = fake_engine(2, plugins=plugins, config=config)
+
+    @contextlib.contextmanager
+    def opened(config: Config) -> Iterator[Engine]:
+        yield engine
+
+    monkeypatch.setattr(ablation, "opened", opened)
+    monkeypatch.setattr(ablation, "config_of", lambda flags: config)
+    found = {c.declaration.name: Found(c.declaration.name, False, "a test", c, c.declaration) for c in classes}
+    bar = SimpleNamespace(set_description=lambda text: None, update=lambda n: None)
+    made = Ablation([], SIZES, 3, lambda: 10.0, found).rows(list(found), [LOADS["solo"]], bar)
+    assert sorted(engine.plugins.enabled()) == sorted(on), "the start is as it was"
+    return {row["plugin"]: row for row in made}
+
+
+def test_each_one_off_and_each_other_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows(monkeypatch, [counting("a"), counting("b"), counting("c", toggle="idle")], ("a", "c"))
+    assert {name: row["mode"] for name, row in made.items()} == {"a": "one off", "b": "one on", "c": "one off"}
+    assert {row["status"] for row in made.values()} == {ACTED}
+
+
+def test_what_requires_a_plugin_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows(monkeypatch, [counting("a"), counting("b", requires=("a",))], ("a", "b"))
+    assert (made["a"]["status"], made["a"]["without"]) == (ACTED, ["b"])
+    assert (made["b"]["status"], made["b"]["without"]) == (ACTED, [])
+
+
+def test_a_conflict_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows(monkeypatch, [counting("a"), counting("b", conflicts=("a",))], ("a",))
+    assert made["b"]["status"] == NOT_APPLICABLE
+    assert "conflicts with a" in made["b"]["reason"]
+
+
+def test_a_plugin_that_does_not_apply_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def configure(self: Any, config: Any) -> None:
+        raise Unavailable("no such device")
+
+    made = rows(monkeypatch, [counting("a", hooks={"configure": configure})], ())
+    assert (made["a"]["status"], made["a"]["reason"]) == (NOT_APPLICABLE, "no such device")
+
+
+def test_a_plugin_that_cannot_be_enabled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def configure(self: Any, config: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    made = rows(monkeypatch, [counting("a", hooks={"configure": configure})], ())
+    assert made["a"]["status"] == NOT_MEASURED
+    assert "on purpose" in made["a"]["reason"]
+
+
+def test_a_plugin_that_raises_while_it_runs_is_an_error_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, batch: Any, elapsed_s: float) -> None:
+        raise ArithmeticError("on purpose")
+
+    made = rows(monkeypatch, [counting("a", hooks={"batch_done": fail}), counting("b")], ("b",))
+    assert made["a"]["status"] == NOT_MEASURED
+    assert "on purpose" in made["a"]["reason"]
+    assert made["b"]["status"] == ACTED
+
+
+@pytest.mark.parametrize("how", ["restart only", "changes the context"])
+def test_a_plugin_that_is_fixed_at_the_start_gets_two_processes(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def configure(self: Any, config: Config) -> Config:
+        from dataclasses import replace
+
+        return replace(config, context=replace(config.context, n_draft_max=3))
+
+    fixed = counting("a", toggle="restart") if how == "restart only" else counting("a", hooks={"configure": configure})
+    asked = []
+
+    class Restarted:
+        def __init__(self, flags: Any, plugin: str, load: Any, sizes: Any) -> None:
+            asked.append(plugin)
+
+        def __enter__(self) -> None:
+            raise BenchError("not here") from Unavailable("no second model")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(ablation, "Restarted", Restarted)
+    made = rows(monkeypatch, [fixed, counting("b")], ("b",))
+    assert asked == ["a"]
+    assert (made["a"]["status"], made["a"]["reason"]) == (NOT_APPLICABLE, "no second model")
+    assert made["b"]["status"] == ACTED
+
+
+def _row(status: str, load: str = "solo") -> dict[str, Any]:
+    return {"plugin": "a", "status": status, "reason": "because", "load": load, "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ok", "says"),
+    [
+        ([ACTED, NO_EFFECT], True, "acted: solo on m"),
+        ([NO_EFFECT, NO_EFFECT], False, "no effect under any load"),
+        ([NO_EFFECT, NOT_APPLICABLE], False, "no effect under any load"),
+        ([NOT_APPLICABLE], True, "not applicable: because"),
+        ([ACTED, TOKENS_CHANGED], False, "tokens changed: because"),
+        ([ACTED, NOT_MEASURED], False, "not measured: because"),
+    ],
+)
+def test_a_plugin_is_judged_over_all_rows(statuses: list[str], ok: bool, says: str) -> None:
+    entry = summary([_row(status) for status in statuses])["a"]
+    assert entry["ok"] == ok
+    assert says in entry["says"]
