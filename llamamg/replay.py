@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from llamamg.runner import Done
 
 MEMORY_CALLS = ("remove", "copy", "shift", "clear")
+Logits = NDArray[np.float32]  # [n_outputs, n_vocab] of one decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,11 @@ class Recording:
         return cls(header["model"], header["context"], calls)
 
 
-def record(engine: Engine) -> Recording:
-    """Record from now on; call it before `engine.start()`. Costs a pass over each logits row."""
+def record(engine: Engine, watch: Callable[[Batch, Logits], None] = lambda batch, logits: None) -> Recording:
+    """Record from now on; call it before `engine.start()`. Costs a pass over each logits row.
+
+    `watch` gets each computed batch before it is sampled, with a copy of its logits.
+    """
     config, runner, kv = engine.config, engine.runner, engine.scheduler.kv
     recording = Recording(str(config.model.path), dataclasses.asdict(config.context))
     calls = recording.calls
@@ -81,16 +86,20 @@ def record(engine: Engine) -> Recording:
     _record_states(kv, calls)
     submit, collect = runner.submit, runner.collect
     llama, context = native.load(config.build).llama, runner.context  # type: ignore[attr-defined]
+    waiting: list[tuple[Batch, list[Any]]] = []
 
     def submit_recorded(batch: Batch) -> None:
         rows = [[r.sequence.slot.seq_id, r.pos0, r.n_logits, [int(t) for t in r.tokens]] for r in batch.rows]
         submit(batch)
         calls.append(["decode", rows, []])
+        waiting.append((batch, calls[-1]))
 
     def collect_recorded() -> Done | None:
-        call = calls[-1] if calls and calls[-1][0] == "decode" else None
-        if call is not None and not call[2]:
-            call[2] = [list(out[:2]) for out in _outputs(llama, context, call[1], engine.vocab.n_vocab)]
+        if waiting:
+            batch, call = waiting.pop(0)
+            logits = read_logits(llama, context, call[1], engine.vocab.n_vocab)
+            call[2] = [list(out[:2]) for out in _outputs(logits)]
+            watch(batch, logits)
         return collect()
 
     runner.submit, runner.collect = submit_recorded, collect_recorded  # type: ignore[method-assign]
@@ -126,16 +135,44 @@ def _record_states(kv: KVCache, calls: list[list[Any]]) -> None:
     kv.save, kv.restore = save_recorded, restore_recorded  # type: ignore[method-assign]
 
 
-def _outputs(llama: Any, context: Any, rows: list[Any], n_vocab: int) -> list[tuple[int, int, float]]:
-    """(best token, checksum, margin of the two best) of every logits row of the last decode."""
-    outputs, end = [], 0
+def read_logits(llama: Any, context: Any, rows: list[Any], n_vocab: int) -> Logits:
+    """A copy of every logits row of the last decode, in the order of `rows`."""
+    index: list[int] = []
+    end = 0
     for _, _, n_logits, tokens in rows:
         end += len(tokens)
-        for i in range(end - n_logits, end):
-            logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, i), (n_vocab,))
-            second, best = np.partition(logits, -2)[-2:]
-            outputs.append((int(logits.argmax()), zlib.crc32(logits.tobytes()), float(best - second)))
+        index += range(end - n_logits, end)
+    logits = np.empty((len(index), n_vocab), np.float32)
+    for row, i in zip(logits, index, strict=True):
+        row[:] = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, i), (n_vocab,))
+    return logits
+
+
+def _outputs(logits: Logits) -> list[tuple[int, int, float]]:
+    """(best token, checksum, margin of the two best) of every row."""
+    outputs = []
+    for row in logits:
+        second, best = np.partition(row, -2)[-2:]
+        outputs.append((int(row.argmax()), zlib.crc32(row.tobytes()), float(best - second)))
     return outputs
+
+
+def play(
+    recording: Recording, llama: Any, context: Any, kv: KVCache, n_vocab: int
+) -> Iterator[tuple[list[Any], Logits]]:
+    """Repeat the calls in a context of one's own; yields each decode's recorded call and the logits it gives now."""
+    saved: dict[int, Any] = {}
+    for call in recording.calls:
+        name, *args = call
+        if name == "save":
+            saved[args[2]] = kv.save(args[0], args[1])
+        elif name == "restore":
+            kv.restore(args[0], saved[args[2]], args[1])
+        elif name != "decode":
+            getattr(kv, name)(*args)
+        else:
+            decode(llama, context, args[0])
+            yield call, read_logits(llama, context, args[0], n_vocab)
 
 
 def replay(recording: Recording, build: Path | None) -> tuple[int, int, list[Difference]]:
@@ -148,33 +185,21 @@ def replay(recording: Recording, build: Path | None) -> tuple[int, int, list[Dif
     info = describe(lib, model, config.model.path, vocab.n_vocab, vocab.type, None)
     context = new_context(lib, model, config)
     kv = KVCache(lib.llama, context, is_recurrent=info.is_recurrent or info.is_hybrid, n_swa=info.n_swa)
-    saved: dict[int, Any] = {}
-    n_outputs = n_same = n_decodes = 0
+    n_outputs = n_same = 0
     differences: list[Difference] = []
-    for name, *args in recording.calls:
-        if name == "save":
-            saved[args[2]] = kv.save(args[0], args[1])
-        elif name == "restore":
-            kv.restore(args[0], saved[args[2]], args[1])
-        elif name != "decode":
-            getattr(kv, name)(*args)
-        else:
-            rows, expected = args
-            _decode(lib.llama, context, rows)
-            got = _outputs(lib.llama, context, rows, vocab.n_vocab)
-            for i, ((token, checksum), (best, own, margin)) in enumerate(zip(expected, got, strict=True)):
-                n_outputs += 1
-                n_same += checksum == own
-                if token != best:
-                    differences.append(Difference(n_decodes, i, token, best, margin))
-            n_decodes += 1
+    for n_decodes, (call, logits) in enumerate(play(recording, lib.llama, context, kv, vocab.n_vocab)):
+        for i, ((token, checksum), (best, own, margin)) in enumerate(zip(call[2], _outputs(logits), strict=True)):
+            n_outputs += 1
+            n_same += checksum == own
+            if token != best:
+                differences.append(Difference(n_decodes, i, token, best, margin))
     lib.llama.llama_free(context)
     lib.llama.llama_model_free(model)
     return n_outputs, n_same, differences
 
 
-def _decode(llama: Any, context: Any, rows: list[Any]) -> None:
-    """Through llama_cpp's own batch, so that nothing of the engine is in the way."""
+def decode(llama: Any, context: Any, rows: list[Any]) -> None:
+    """Compute rows [seq_id, pos0, n_logits, tokens] through llama_cpp's own batch: nothing of the engine is in the way."""
     batch = llama.llama_batch_init(sum(len(tokens) for *_, tokens in rows), 0, 1)
     n = 0
     for seq_id, pos0, n_logits, tokens in rows:
