@@ -55,6 +55,7 @@ def test_the_wheel_holds_every_source(wheel: Path) -> None:
     modules = paths.native().parent.glob("llamamg/**/*.py")
     assert {str(p.relative_to(native.parent)) for p in modules} <= packed
     assert {"llamamg_plugins/seq_compact.py", "llamamg_plugins/prefill_gate.py"} <= packed
+    assert {"llamamg_benches/ab.py", "llamamg_benches/side_process.py"} <= packed
 
 
 def test_an_installed_copy_finds_its_native_sources(wheel: Path, tmp_path: Path) -> None:
