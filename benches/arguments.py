@@ -33,7 +33,10 @@ def add_sizes(parser: argparse.ArgumentParser, d: Sizes = DEFAULTS) -> None:
 def add_results(parser: argparse.ArgumentParser) -> None:
     """Where it goes."""
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help="where to keep the result (default: benches/results)"
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="where to keep the result (default: benches/results of a checkout, ./llamamg-results of an installed copy)",
     )
 
 

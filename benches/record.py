@@ -19,7 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from llamamg import paths
+
+# An installed copy has no business in its own package folder.
+RESULTS = Path(__file__).resolve().parent / "results" if paths.checkout() else Path("llamamg-results")
 ABSOLUTE = re.compile(r"(?<![\w./])(?<!:/)~?/(?:[\w.+@=-]+/)+")  # the folders of an absolute path; addresses stay
 MAX_HASHED = 4 << 30  # bytes; a larger synthetic model is known by how it was generated
 PACKAGES = ("llama_cpp_python", "numpy", "uvicorn", "uvloop", "httptools", "starlette", "orjson", "cffi", "pluggy")
