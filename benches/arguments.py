@@ -36,7 +36,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="FOLDER",
-        help="where to keep the result (default: benches/results of a checkout, ./llamamg-results of an installed copy)",
+        help="where to keep the result (default: benches/results, in an installed copy ./llamamg-results)",
     )
 
 
