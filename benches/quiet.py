@@ -1,10 +1,14 @@
-"""Is the machine idle? Timings taken beside somebody else's build are worth nothing."""
+"""Is the machine idle? Timings taken beside somebody else's build are worth nothing.
+
+$BENCH_WAIT_S: how many seconds to wait for an idle machine before each measurement (default 600).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -33,6 +37,29 @@ def wait_until_quiet(timeout_s: float = float(os.environ.get("BENCH_WAIT_S", "60
         if say and not told:
             told = True
             print(f"waiting for the machine to be idle ({busy:.0%} busy now) …", file=sys.stderr)
+
+
+class Others:
+    """CPU time that processes which are not ours took in a `with` block, as a part of all cores' time."""
+
+    def __init__(self, own_s: Callable[[], float]) -> None:
+        self._own_s = own_s  # CPU seconds of everything that belongs to the measurement, this process left out
+        self.busy = 0.0
+
+    def __enter__(self) -> Others:
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ticks, own = (after - before for after, before in zip(self._now(), self._before, strict=True))
+        elapsed = max(1e-9, time.perf_counter() - self._started) * (os.cpu_count() or 1)
+        self.busy = max(0.0, (ticks - own) / elapsed)
+
+    def _now(self) -> tuple[float, float]:
+        self._started = getattr(self, "_started", time.perf_counter())
+        times = _times()
+        busy_s = (times[1] - times[0]) / TICKS_PER_S if times else 0.0
+        return busy_s, self._own_s() + time.process_time()
 
 
 def cpu_s(pid: int) -> float:

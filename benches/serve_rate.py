@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from . import client, launch, pairs, record
-from .quiet import wait_until_quiet
+from .quiet import Others, wait_until_quiet
 from .sides import BareLibrary, Server, SideError, llama_server, ours
 
 BARS = {"llama-server": 0.98, "bare library": 0.97}
@@ -192,7 +192,8 @@ def _row(
     bar: Any,
 ) -> dict[str, Any]:
     busy = wait_until_quiet()
-    values, idle = compare(us, other, n, n_pairs, bar)
+    with Others(lambda: us.cpu_s() + other.cpu_s()) as others:
+        values, idle = compare(us, other, n, n_pairs, bar)
     comparison = values.compare()
     return {
         "against": opponent,
@@ -201,6 +202,7 @@ def _row(
         "n_streams": n,
         "n_predict": N_PREDICT[n],
         "busy_before": busy,
+        "busy_others": others.busy,
         "idle_side_busy": idle,
         "same_text": equal,
         "ours_tps": values.a,
@@ -216,14 +218,14 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "Generation rate through HTTP, median of pairs (A-B-B-A), ours / other",
         f"{'against':<13} {'-t':>2} {'plugins':<8} {'streams':>7} {'ours t/s':>9} {'other t/s':>9} {'ratio':>7} "
-        f"{'99 % interval':>17} {'bar':>5}",
+        f"{'99 % interval':>17} {'others':>7} {'bar':>5}",
     ]
     for row in result["rows"]:
         low, high = row["interval"]
         lines.append(
             f"{row['against']:<13} {row['n_threads']:>2} {row['plugins']:<8} {row['n_streams']:>7} "
             f"{np.median(row['ours_tps']):9.1f} {np.median(row['other_tps']):9.1f} {row['median']:7.3f} "
-            f"{low:7.3f} .. {high:6.3f} {row['bar']:5.2f}  {'passed' if row['passed'] else 'MISSED'}"
+            f"{low:7.3f} .. {high:6.3f} {row['busy_others']:7.0%} {row['bar']:5.2f}  {'passed' if row['passed'] else 'MISSED'}"
         )
     return "\n".join(lines)
 
