@@ -1,5 +1,5 @@
 # make serve   everything from nothing to a running server          MODEL=model.gguf ARGS="--parallel 4"
-# make test    the same set-up plus the unpatched tree, then the tests
+# make test    the same set-up plus the unpatched tree with its llama-server (the reference), then the tests
 # make check   linters, types, formatting, patch queue
 # A second run does only what changed: stamps for the environment, a hash of all inputs for the native build.
 
@@ -38,7 +38,7 @@ build: $(VENV)/.install
 	@$(PY) -m llamamg.native.build $(BUILD)
 
 upstream: $(VENV)/.install
-	@$(PY) -m llamamg.native.build --upstream $(BUILD)
+	@$(PY) -m llamamg.native.build --upstream --server $(BUILD)
 
 kernels: $(VENV)/.install
 	@$(PY) -m llamamg.native.kernels
