@@ -21,9 +21,17 @@ for flavour in patched upstream; do
 done
 strip "$stage/builds/upstream/build/bin/llama-server"
 "$python" - "$stage/site" <<'PY'
-import importlib.util, pathlib, shutil, sys
+import importlib.metadata, importlib.util, pathlib, shutil, sys
+site = pathlib.Path(sys.argv[1])
 folder = pathlib.Path(importlib.util.find_spec("llama_cpp").origin).parent
-shutil.copytree(folder, f"{sys.argv[1]}/llama_cpp", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+shutil.copytree(folder, site / "llama_cpp", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+for name in ("llama_cpp_python", "llamamg"):  # versions, and the entry points of the plugins
+    for dist in importlib.metadata.distributions(name=name):
+        to = site / f"{name}-{dist.version}.dist-info"
+        to.mkdir(exist_ok=True)
+        for file in ("METADATA", "entry_points.txt"):
+            if text := dist.read_text(file) or (dist.read_text("PKG-INFO") if file == "METADATA" else None):
+                (to / file).write_text(text)
 PY
 vocab=$(find "$home"/*/src/models -name ggml-vocab-qwen35.gguf 2>/dev/null | head -n 1)
 [ -n "$vocab" ] && cp "$vocab" "$stage/"

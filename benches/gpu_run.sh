@@ -16,6 +16,7 @@ exec 3>&1
   mkdir -p "$work/site"
   xz -dc "$pack/pack.tar.xz" | tar xf - -C "$work"
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$work/site" "$pack"/wheels/*.whl
+  for part in plugins benches native; do ln -sfn "$root/$part" "$work/site/llamamg_$part"; done
   PYTHONPATH=$work/site:$root${PYTHONPATH:+:$PYTHONPATH}
   LLAMAMG_HOME=$work/builds
   LLAMAMG_COMMIT=$(cat "$work/COMMIT")
@@ -38,7 +39,7 @@ exec 3>&1
     --repeats "${REPEATS:-2}" --minutes "${MINUTES:-6.5}" --n-predict "${N_PREDICT:-128}" --results "$work/results" \
     --synthetic "llamamg synth --preset $preset${EXPERTS:+ --experts $EXPERTS}, seed 1" -m "$work/$preset.gguf" $flags || status=$?
   say "done ($status)"
-  [ "$status" -ne 0 ] || tar czf "$out/results.tgz" -C "$work/results" .
+  [ ! -d "$work/results" ] || tar czf "$out/results.tgz" -C "$work/results" .
   echo "$status" >"$work/status"
 } 2>&1 | tee "$out/run.log" >&3
 exit "$(cat "$work/status" 2>/dev/null || echo 1)"

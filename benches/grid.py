@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import grid_sides, record
+from .client import ServerError
 from .errors import BenchError
 from .flags import model_path, take_models
 from .grid_cells import Budget, Cell, cells, parse_counts, parse_depths
@@ -29,7 +30,7 @@ from .grid_sides import Side
 from .grid_table import comparisons, markdown
 from .grid_watch import Nvml, Watch
 from .program import alone
-from .sides import Server
+from .sides import Server, SideError
 
 NAME = "grid"
 HELP = "prefill and generation over depth and number of sessions: ours, plugins off, upstream, any URL"
@@ -81,6 +82,7 @@ class Run:
     left_out: list[dict[str, Any]] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     loads: list[dict[str, Any]] = field(default_factory=list)
+    n_failed: int = 0
 
     @contextlib.contextmanager
     def started(self, sides: Sequence[Side], flags: Sequence[str]) -> Iterator[list[tuple[Side, Server]]]:
@@ -122,7 +124,16 @@ class Run:
             "side": side.name, "n_sessions": cell.n_sessions, "depth": cell.depth, "repeat": cell.repeat,
             "ubatch": grid_sides.ubatch_of(flags), "kind": kind,
         }  # fmt: skip
-        self.rows.append({**row, **measure(server, cell, prompts, self.n_predict, watch)})
+        try:
+            self.rows.append({**row, **measure(server, cell, prompts, self.n_predict, watch)})
+        except (SideError, ServerError, OSError) as error:
+            if not self.rows:
+                raise
+            # What was measured before is worth keeping: the cell is left out, and the exit status says that something failed.
+            self.n_failed += 1
+            ended = "" if server.process is None or server.process.alive() else "; its process has ended"
+            self.leave_out(cell, f"failed: {error}{ended}", side.name)
+            return
         self.bar.update(1)
 
     def leave_out(self, cell: Cell, why: str, side: str = "", n: int = 1) -> None:
@@ -275,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
         write(folder, result, state.logs)
     print(markdown(result))
     print(f"kept in {folder.final}", file=sys.stderr)
-    return 0
+    return 1 if state.n_failed else 0
 
 
 def write(folder: record.ResultFolder, result: dict[str, Any], logs: dict[str, str]) -> None:

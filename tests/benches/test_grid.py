@@ -271,6 +271,30 @@ def test_ctrl_c_in_the_middle_leaves_nothing(
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_a_cell_that_fails_is_left_out_and_what_was_measured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failure of all ends the run: then the command line is wrong and not the cell."""
+
+    class Bar:
+        def update(self, n: int) -> None: ...
+        def set_postfix_str(self, text: str) -> None: ...
+
+    def fail(*_: Any) -> dict[str, Any]:
+        raise SideError("it broke off")
+
+    side, server = grid_sides.parse(["x=http://127.0.0.1:1"], None)[0], FakeServer("x")
+    state = grid.Run(Path(), [], 8, 1, False, 1, 100, Budget(None), grid.Nvml(), Bar())
+    monkeypatch.setattr(grid, "measure", fail)
+    with pytest.raises(SideError):
+        state.measure(side, server, Prompts(1, 1000), Cell(1, 64), [], "same flags")
+    monkeypatch.setattr(grid, "measure", lambda *_: {})
+    state.measure(side, server, Prompts(1, 1000), Cell(1, 64), [], "same flags")
+    monkeypatch.setattr(grid, "measure", fail)
+    state.measure(side, server, Prompts(1, 1000), Cell(1, 128), [], "same flags")
+    assert [row["depth"] for row in state.rows] == [64]
+    assert state.left_out[0]["reason"] == "failed: it broke off"
+    assert state.n_failed == 1
+
+
 def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Our own server on the synthetic hybrid: rows, files and no path of this machine."""
     flags = ("-t", "1", "-b", "256", "-ub", "64")
