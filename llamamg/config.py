@@ -122,6 +122,7 @@ class PluginsConfig:
     none: bool = False  # `--enable none`
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # plugin -> option -> text as typed
     ignore_missing: bool = False
+    guard_replay: int = 0  # one in so many finished requests is replayed without plugins while nothing runs; 0: none
 
 
 @dataclass(frozen=True, slots=True)

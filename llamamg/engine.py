@@ -22,6 +22,7 @@ from llamamg.request import Event, Failed, Request
 from llamamg.runner import Runner
 from llamamg.sampler import Sampler, SamplerError
 from llamamg.scheduler import Scheduler
+from llamamg.shadow import Shadow
 from llamamg.slot import Slot, SlotView
 from llamamg.stats import Stats
 from llamamg.vocab import Vocabulary
@@ -60,6 +61,7 @@ class Engine:
         self.slots: list[Slot] = scheduler.slots
         self.stats: Stats = scheduler.stats
         self.deliver: Deliver = lambda pairs: None
+        self.shadow: Shadow | None = None  # replays requests while nothing runs
         self.error: BaseException | None = None  # what ended the loop, if it did not end by `stop`
         self._new_sampler, self._view, self._close = new_sampler, view, close
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -209,8 +211,11 @@ class Engine:
         return DEFERRED_WAIT_S if self.scheduler.n_waiting or self._stop_at is not None else IDLE_WAIT_S
 
     def _idle(self) -> None:
-        """Nothing runs: let plugins tidy up, then sleep until somebody wants something."""
+        """Nothing runs: let plugins tidy up, replay what is to be replayed, then sleep until somebody wants something."""
         if self.calls.hooks.idle and any(self.calls.each("idle", self.scheduler.state)):
+            return
+        is_free = not self.scheduler.n_waiting and not self.scheduler.running
+        if self.shadow is not None and is_free and self.shadow.step():
             return
         try:
             self._inbox.get(timeout=self._wait_s())()

@@ -24,6 +24,7 @@ from llamamg.request import Request, Timings
 from llamamg.runner import ModelRunner, Runner
 from llamamg.sampler import Sampler
 from llamamg.scheduler import Scheduler
+from llamamg.shadow import Shadow
 from llamamg.slot import Slot
 from llamamg.stats import Stats
 from llamamg.vocab import Vocabulary
@@ -69,9 +70,12 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     def close() -> None:
         llama.llama_model_free(handle)
 
-    return assemble(
+    engine = assemble(
         config, plugins, runner, kv, vocab, model, n_ctx_slot=n_ctx_slot, new_sampler=new_sampler, close=close
     )
+    if config.plugins.guard_replay:
+        engine.shadow = engine.scheduler.watcher = Shadow(config, llama, runner, kv, vocab, plugins, n_slots(c))
+    return engine
 
 
 def _warn(sentence: str) -> None:

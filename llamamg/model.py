@@ -89,15 +89,16 @@ def new_context(library: Library, model: Any, config: Config) -> Any:
     """A llama_context handle of `model`. Raises LoadError with a sentence."""
     llama, c = library.llama, config.context
     slots = n_slots(c)
+    spare = int(config.plugins.guard_replay > 0)  # a sequence that no slot has, for idle replays
     params = llama.llama_context_default_params()
     n_ctx = c.n_ctx or llama.llama_model_n_ctx_train(model) * (1 if is_unified(c) else slots)
-    params.n_ctx = n_ctx
+    params.n_ctx = n_ctx if is_unified(c) else n_ctx + spare * (n_ctx // slots)
     params.n_batch = c.n_batch
     params.n_ubatch = min(c.n_ubatch, c.n_batch)
-    params.n_seq_max = slots
+    params.n_seq_max = slots + spare
     params.n_rs_seq = c.n_rs_seq
     # Left at 0 every token of a ubatch may have logits, and that buffer alone is 485 MiB at 248k vocabulary entries.
-    params.n_outputs_max = c.n_outputs_max or min(slots * (1 + c.n_draft_max), c.n_batch)
+    params.n_outputs_max = c.n_outputs_max or min(slots * (1 + c.n_draft_max) + spare, c.n_batch)
     threads = c.n_threads if c.n_threads > 0 else default_threads()
     params.n_threads = threads
     params.n_threads_batch = c.n_threads_batch if c.n_threads_batch > 0 else threads

@@ -43,7 +43,7 @@ class Sampler:
             if not self._grammar:
                 raise SamplerError("Failed to initialize samplers: failed to parse grammar")
         banned = frozenset(token for token, bias in biases if bias == NEG_INF)
-        greedy = self._is_greedy(params, [bias for bias in biases if bias[1] != NEG_INF])
+        greedy = self.is_greedy(params, [bias for bias in biases if bias[1] != NEG_INF])
         if biases or not greedy:
             self._pointer = self._build(vocab, params, biases, n_ctx)
             self._accept_prompt(params, prompt, n_ctx)
@@ -53,7 +53,8 @@ class Sampler:
             self.chain, self.fallback, self.banned = 0, self.chain, banned
 
     @staticmethod
-    def _is_greedy(p: SamplingParams, biases: list[tuple[int, float]]) -> bool:
+    def is_greedy(p: SamplingParams, biases: list[tuple[int, float]]) -> bool:
+        """Whether the best token is taken, without any sampler that could change which one that is."""
         penalized = p.repeat_last_n != 0 and (p.repeat_penalty, p.frequency_penalty, p.presence_penalty) != (
             1.0,
             0.0,

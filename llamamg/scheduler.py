@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from llamamg.admission import Admission, Waiting
 from llamamg.arrange import Arranger
@@ -18,6 +19,13 @@ from llamamg.runner import Done
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Slot
 from llamamg.stats import ItlWindow, Stats
+
+
+class Watcher(Protocol):
+    """Told when a request gets a slot and when it leaves it (the slot still holds its tokens)."""
+
+    def began(self, sequence: Sequence) -> None: ...
+    def released(self, sequence: Sequence, reason: FinishReason) -> None: ...
 
 
 class Scheduler:
@@ -52,6 +60,7 @@ class Scheduler:
         self._n_draft_max = n_draft_max if kv.removal is Removal.PART else min(n_draft_max, kv.n_rs_seq)
         self._running: dict[int, Sequence] = {}
         self._busy_changed = False
+        self.watcher: Watcher | None = None
 
     # -- requests
 
@@ -79,6 +88,8 @@ class Scheduler:
         slot = sequence.slot
         sequence.finish, sequence.state = reason, SequenceState.FINISHED
         self._running.pop(sequence.request.id, None)
+        if self.watcher is not None:
+            self.watcher.released(sequence, reason)
         if self._calls.hooks.slot_released:
             self._calls.each("slot_released", slot, sequence, reason)
         self._completion.closed(sequence)
@@ -201,6 +212,8 @@ class Scheduler:
             self._drop(waiting)
         for sequence in begun:
             self._running[sequence.request.id] = sequence
+            if self.watcher is not None:
+                self.watcher.began(sequence)
             self._busy_changed = True
             self.stats.n_prompt_cached += sequence.n_past
             self.outbox.append((sequence.request.id, Started(sequence.slot.id, sequence.n_past)))

@@ -25,6 +25,15 @@ def _switch(value: str) -> dict[str, bool]:
     return {name.strip(): boolean(content)}
 
 
+def _one_in(value: str) -> int:
+    if value in ("0", "off"):
+        return 0
+    one, slash, n = value.partition("/")
+    if one.strip() != "1" or not slash or not n.strip().isdigit() or int(n) == 0:
+        raise ValueError("must be 1/N, such as 1/100 for one request in a hundred, or off")
+    return int(n)
+
+
 def _build(value: str) -> str | Path:
     return value if value in ("patched", "upstream") else Path(value).expanduser()
 
@@ -69,6 +78,18 @@ OPTIONS = (
         target="plugins.ignore_missing",
         help="warn about options of plugins that are not installed instead of stopping",
         group=GROUP,
+    ),
+    Option(
+        names=("--guard-replay",),
+        metavar="1/N",
+        env="LLAMAMG_GUARD_REPLAY",
+        target="plugins.guard_replay",
+        parse=_one_in,
+        default="off",
+        help="compute one in N finished greedy requests again without plugins while nothing runs, and switch a plugin off "
+        "that changed an answer; takes the KV cache of one slot more when slots have caches of their own",
+        group=GROUP,
+        example="1/100",
     ),
     Option(
         names=("--native-switch",),

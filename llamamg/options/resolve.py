@@ -122,6 +122,7 @@ def _config(settings: list[Setting], plugin_texts: Mapping[str, Mapping[str, str
             none=enable.none,
             options={name: texts for name, texts in plugin_options.items() if texts},
             ignore_missing=bool(fields.get("plugins.ignore_missing", False)),
+            guard_replay=int(fields.get("plugins.guard_replay", 0)),
         ),
         build=_build(fields.get("local.build")),
         native_switches={**switches, **fields.get("native_switches", {})},

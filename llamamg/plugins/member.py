@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamamg.guard import GuardCounts
 from llamamg.hooks import Hooks
 from llamamg.plugins.declaration import PluginError
 from llamamg.plugins.discovery import Found
@@ -25,6 +26,7 @@ class Member:
     started: bool = False
     reason: str | None = None  # why it is off although it was wanted
     quarantined: str | None = None
+    guard_counts: GuardCounts = field(default_factory=GuardCounts)
 
     @property
     def name(self) -> str:
@@ -69,6 +71,9 @@ class Member:
             effect_unit=declaration.effect,
             hook_ms=1e3 * spent_s if hooks.traced else None,
             quarantined=self.quarantined,
+            guard_replays=self.guard_counts.n_replays,
+            guard_ties=self.guard_counts.n_ties,
+            guard_violations=self.guard_counts.n_violations,
             options=dict(self.options) or {name: option.default for name, option in self.found.options.items()},
             decided=decided,
         )

@@ -11,6 +11,7 @@ import pluggy
 from prometheus_client import CollectorRegistry
 
 from llamamg.config import Config, PluginsConfig
+from llamamg.guard import Guard, GuardCounts
 from llamamg.hooks import Hook, Hooks, trace_wanted
 from llamamg.plugins.declaration import PluginError, Unavailable
 from llamamg.plugins.discovery import EntryPoint, Found, discover, new_manager
@@ -237,6 +238,21 @@ class PluginSet:
                     )
                 owners.setdefault(switch, name)
         return switches
+
+    def switches_of(self, name: str) -> Switches:
+        """The native switches that one plugin wants; {} for one that is off or wants none."""
+        if not self._is_on(name):
+            return {}
+        wanted = self._call(self._members[name], "native_switches", config=self._full, devices=self._devices)
+        return {switch: int(value) for switch, value in (wanted or {}).items()}
+
+    def guards(self) -> dict[str, Guard]:
+        """What each usable plugin promises."""
+        return {n: m.found.declaration.guard for n, m in self._members.items() if m.found.declaration is not None}
+
+    def guard_counts(self, name: str) -> GuardCounts:
+        """Where idle replays are counted."""
+        return self._members[name].guard_counts
 
     def views(self) -> list[PluginView]:
         """A snapshot of all plugins; any thread may ask."""

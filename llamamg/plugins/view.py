@@ -24,6 +24,9 @@ class PluginView:
     effect_unit: str = ""
     hook_ms: float | None = None  # None: hooks are not timed (LLAMAMG_TRACE_HOOKS=1 times them)
     quarantined: str | None = None
+    guard_replays: int = 0  # idle replays of requests during which it acted (--guard-replay)
+    guard_ties: int = 0
+    guard_violations: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     decided: bool = False  # False: nothing was configured yet, as in `llamamg plugins` without a server
 

@@ -74,6 +74,7 @@ class EngineCollector(Collector):
             enabled.add_metric([view.name], float(view.enabled))
         yield effect
         yield enabled
+        yield from self._replays()
         hooks = getattr(self._engine.plugins, "hooks", None)
         if hooks is not None and hooks.traced:
             text = "Time spent in a plugin's hook (with LLAMAMG_TRACE_HOOKS=1)"
@@ -81,6 +82,27 @@ class EngineCollector(Collector):
             for (plugin, hook), seconds in list(hooks.seconds.items()):
                 spent.add_metric([plugin, hook], seconds)
             yield spent
+
+    def _replays(self) -> Iterator[Metric]:
+        shadow = getattr(self._engine, "shadow", None)
+        if shadow is None:
+            return
+        texts = {
+            "replays": "Idle replays of requests during which a plugin acted",
+            "ties": "Tokens of idle replays that fell the other way, too near to call",
+            "violations": "Broken promises found by idle replays",
+        }
+        for what, text in texts.items():
+            counter = CounterMetricFamily(f"llamamg:guard_{what}", text, labels=["plugin"])
+            for view in self._engine.plugins.views():
+                counter.add_metric([view.name], getattr(view, f"guard_{what}"))
+            yield counter
+        skipped = CounterMetricFamily("llamamg:guard_skipped", "Requests that could not be replayed", labels=["reason"])
+        for reason, n in list(shadow.skipped.items()):
+            skipped.add_metric([reason], n)
+        yield skipped
+        text = "Replays that gave other tokens although no plugin had acted"
+        yield CounterMetricFamily("llamamg:guard_unexplained", text, shadow.n_unexplained)
 
 
 def _histogram(name: str, text: str, histogram: Any) -> HistogramMetricFamily:
