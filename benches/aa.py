@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         result = {
             "bench": NAME, "flags": record.without_paths(flags), "load": load.name, "sizes": asdict(sizes),
             "busy_before": busy, "metric": load.metrics[0], "claims": claims(kinds, load.metrics), "runs": kinds,
-            "record": record_of(model),
+            "record": record_of(config.build, model),
         }  # fmt: skip
         folder.write("result.json", result)
         folder.text("table.txt", table(result) + "\n")

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         row = {"model": model.name, "load": load.name, "effect_unit": declaration.effect, **row}
         result = {
             "bench": NAME, "flags": record.without_paths(flags), "sizes": asdict(sizes), "busy_before": busy,
-            "rows": [row], "record": record_of(model),
+            "rows": [row], "record": record_of(config.build, model),
         }  # fmt: skip
         folder.write("result.json", result)
         folder.text("table.txt", table(result) + "\n")

@@ -82,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
     names, given = take_models(args.flags)
     models = [model_path(name) for name in names or DEFAULT_MODELS]
     starts = [serve_flags(model, loads, sizes, given) for model in models]
-    for flags in starts:
-        config_of(flags)  # every mistake is said before anything is measured
+    configs = [config_of(flags) for flags in starts]  # every mistake is said before anything is measured
     deadline = time.monotonic() + 60 * args.minutes
     rows: list[dict[str, Any]] = []
     with record.ResultFolder(NAME, args.results) as folder:
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             "busy_before": busy,
             "plugins": summary(rows),
             "rows": rows,
-            "record": record_of(*models),
+            "record": record_of(configs[0].build, *models),
         }
         folder.write("result.json", result)
         folder.write("plot.json", plot(result))

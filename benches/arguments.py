@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llamamg import paths
+from llamamg import library
 
 from . import record
 from .errors import BenchError
@@ -58,7 +57,8 @@ def serve_flags(model: Path, loads: Sequence[Load], sizes: Sizes, given: Sequenc
     return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
 
 
-def record_of(*models: Path) -> dict[str, Any]:
-    """Machine, software, build and models."""
-    build = Path(os.environ.get("LLAMAMG_BUILD") or paths.build("patched"))
-    return record.everything(build=record.build(build), models=[record.model(model) for model in models])
+def record_of(build: Path | None, *models: Path) -> dict[str, Any]:
+    """Machine, software, build (None: the default one) and models."""
+    folder = library.find(build)
+    info = record.build(folder) or record.build(folder.parent)
+    return record.everything(build=info, models=[record.model(model) for model in models])

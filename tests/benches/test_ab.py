@@ -53,6 +53,7 @@ def test_a_plugin_that_acts_gets_its_numbers(bench: Any, micro_model: Path) -> N
     assert all(len(m["on"]) == len(m["off"]) == 3 for m in row["metrics"].values())
     assert row["tokens"]["on"]["n_changed"] == 0
     assert result["record"]["models"][0]["bytes"] == micro_model.stat().st_size
+    assert result["record"]["build"], "which libraries"
     assert str(micro_model) not in json.dumps(result), "no paths in what is published"
 
 
