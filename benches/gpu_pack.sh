@@ -37,7 +37,7 @@ vocab=$(find "$home"/*/src/models -name ggml-vocab-qwen35.gguf 2>/dev/null | hea
 [ -n "$vocab" ] && cp "$vocab" "$stage/"
 git rev-parse HEAD >"$stage/COMMIT"
 # One stream with a dictionary larger than a build: what both builds share is stored once.
-tar cf - -C "$stage" . | xz -T1 -6 --lzma2=preset=6,dict=192MiB >"$out/pack.tar.xz"
+tar cf - -C "$stage" . | xz -T1 -6 --lzma2=preset=6,dict=128MiB >"$out/pack.tar.xz"
 version=${WHEEL_PYTHON:-3.12}
 # shellcheck disable=SC2086
 "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \

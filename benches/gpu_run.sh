@@ -35,7 +35,7 @@ exec 3>&1
   for side in ${SIDES:-off upstream}; do set -- "$@" --side "$side"; done
   status=0
   # shellcheck disable=SC2086
-  "$python" -m benches.grid "$@" --together --slots "${SLOTS:-1,5}" --depths "${DEPTHS:-5k,20k,50k,150k,250k}" \
+  "$python" -m benches.grid "$@" --together --slots "${SLOTS:-1,5}" --depths "${DEPTHS:-5k,50k,150k}" \
     --repeats "${REPEATS:-2}" --minutes "${MINUTES:-6.5}" --n-predict "${N_PREDICT:-128}" --results "$work/results" \
     --synthetic "llamamg synth --preset $preset${EXPERTS:+ --experts $EXPERTS}, seed 1" -m "$work/$preset.gguf" $flags || status=$?
   say "done ($status)"

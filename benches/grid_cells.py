@@ -64,7 +64,7 @@ def _numbers(text: str, option: str, least: int) -> list[int]:
 def cells(slots: Sequence[int], depths: Sequence[int], n_repeats: int) -> list[Cell]:
     """All cells, the most important first: each cell before its repeats, cheap ones repeated before dear ones begin."""
     every = [Cell(n, depth, r) for n in slots for depth in depths for r in range(n_repeats)]
-    return sorted(every, key=lambda cell: (cell.cost * (1 + cell.repeat), cell.repeat, cell.n_sessions))
+    return sorted(every, key=lambda cell: (cell.cost * (1 + cell.repeat) ** 2, cell.repeat, cell.n_sessions))
 
 
 class Budget:
