@@ -1,0 +1,110 @@
+"""The array module of a device, its clock, and how fast it copies memory: numpy on the CPU, cupy on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import BenchError
+
+COPY_BYTES = 512 << 20  # larger than any cache
+N_WARM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`xp` is numpy or cupy; `backend` is ggml's name of the device."""
+
+    kind: str  # "cpu" | "cuda"
+    name: str
+    xp: Any
+    backend: str
+
+    def seconds(self, function: Callable[[], Any], n: int, told: Callable[[], None] = lambda: None) -> list[float]:
+        """Times of `n` calls after some untimed ones; the device is idle before and after each."""
+        out = []
+        for i in range(n + N_WARM):
+            elapsed = self._timed(function)
+            if i >= N_WARM:
+                out.append(elapsed)
+            told()
+        return out
+
+    def _timed(self, function: Callable[[], Any]) -> float:
+        self.wait()
+        began = time.perf_counter()
+        function()
+        self.wait()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Until everything submitted to the device, on whatever stream, is done."""
+        if self.kind == "cuda":
+            self.xp.cuda.runtime.deviceSynchronize()
+
+    def copy_s(self, n_bytes: int, n: int = 30) -> float:
+        """Seconds of a copy that reads and writes `n_bytes` together; the median of `n`.
+
+        At the kernel's own size, so that what fits into a cache is compared with a copy that does, too.
+        """
+        source = self.xp.ones(max(1, n_bytes // 8), self.xp.float32)
+        target = self.xp.empty_like(source)
+        return statistics.median(self.seconds(lambda: self.xp.copyto(target, source), n))
+
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read and written per second by a copy that fits into no cache."""
+        return COPY_BYTES / self.copy_s(COPY_BYTES, 9)
+
+
+def cpu() -> Device:
+    """The CPU of this process."""
+    return Device("cpu", "CPU", np, "CPU")
+
+
+def cuda(build_info: dict[str, Any]) -> Device:
+    """The first CUDA device. Raises BenchError with what is missing."""
+    built = build_major(build_info)
+    if built is None:
+        raise BenchError("this native build has no CUDA: run `llamamg build --cuda`, or use --device cpu")
+    try:
+        import cupy
+    except ImportError as error:
+        raise BenchError(f"cupy is not installed: pip install 'llamamg[cuda{built}]', or use --device cpu") from error
+    check_cupy(cupy, built)
+    return Device("cuda", _device_name(cupy), cupy, "CUDA0")
+
+
+def check_cupy(cupy: Any, built: int) -> None:
+    """Raises BenchError when cupy has another CUDA major than the build, or when there is no GPU."""
+    own = int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+    if own != built:
+        raise BenchError(
+            f"cupy is made for CUDA {own} and the native build for CUDA {built}: "
+            f"pip uninstall cupy-cuda{own}x, then pip install 'llamamg[cuda{built}]'"
+        )
+    try:
+        n = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BenchError(f"no GPU can be used ({error}): use --device cpu") from error
+    if n == 0:
+        raise BenchError("there is no GPU: use --device cpu")
+
+
+def build_major(build_info: dict[str, Any]) -> int | None:
+    """CUDA major of a native build; None for a CPU build."""
+    if not build_info.get("cuda"):
+        return None
+    major = str(build_info.get("compilers", {}).get("nvcc", "")).partition(".")[0]
+    if not major.isdigit():
+        raise BenchError("the build does not say for which CUDA it was made: run `llamamg build --cuda` again")
+    return int(major)
+
+
+def _device_name(cupy: Any) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)
