@@ -24,6 +24,7 @@ from llamamg.paths import home
 from llamamg.plugins import PluginSet, Unavailable, discover
 from llamamg.plugins.selection import select
 
+from . import interrupt
 from .errors import BenchError
 
 MODEL_FLAGS = ("-m", "--model")
@@ -106,7 +107,8 @@ def _micro() -> Path:
 def opened(config: Config, plugins: PluginSet | None = None) -> Iterator[Engine]:
     """An engine that is stepped by its user: loaded, never started, freed at the end. `plugins` replaces the installed ones."""
     plugins = plugins or PluginSet.discover(config.plugins)
-    with tqdm(total=100, desc=f"loading {config.model.path.name}", unit="%", leave=False, disable=None) as bar:
+    title = f"loading {config.model.path.name}"
+    with tqdm(total=100, desc=title, unit="%", leave=False, disable=None) as bar, interrupt.held():
         engine = load(config, plugins, progress=lambda part: _show(bar, part))
     try:
         yield engine
@@ -117,6 +119,7 @@ def opened(config: Config, plugins: PluginSet | None = None) -> Iterator[Engine]
 
 
 def _show(bar: Any, part: float) -> None:
+    interrupt.check()
     bar.update(int(100 * part) - bar.n)
 
 

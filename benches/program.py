@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
+
+from . import interrupt
 
 
 def run_module(module: Any, arguments: Sequence[str], prog: str) -> int:
@@ -32,7 +32,7 @@ def run_module(module: Any, arguments: Sequence[str], prog: str) -> int:
         args.flags = flags
     else:
         args = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt.install()
     try:
         return int(module.run(args) or 0)
     except KeyboardInterrupt:
@@ -59,7 +59,3 @@ def for_the_user(error: Exception) -> bool:
     from .launch import EXPECTED
 
     return isinstance(error, (BenchError, *EXPECTED)) or known(error)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -17,6 +17,7 @@ import numpy as np
 from llamamg.engine import Engine
 from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingParams, Started, TokenProb
 
+from . import interrupt
 from .errors import BenchError
 from .loads import Load, Sizes, arriving_prompt, resident_prompt
 
@@ -221,6 +222,7 @@ class Session:
     def _until(self, done: Callable[[], bool]) -> None:
         since = time.monotonic()
         while not done():
+            interrupt.check()
             if self.engine.step():
                 since = time.monotonic()
             elif time.monotonic() - since > STUCK_S:

@@ -70,16 +70,22 @@ def load_model(library: Library, config: ModelConfig, progress: Callable[[float]
     params.no_host = config.no_host
     placement = Placement(library, config)
     placement.apply(params)
+    stopped: list[BaseException] = []
     if progress is not None:
 
         def report(fraction: float, _: Any) -> bool:
-            progress(fraction)
-            return True
+            try:
+                progress(fraction)
+            except BaseException as error:  # ctypes would drop it; False ends the loading
+                stopped.append(error)
+            return not stopped
 
         params.progress_callback = llama.llama_progress_callback(report)
     if not config.path.is_file():
         raise LoadError(f"no model at {config.path}: give -m the path of a .gguf file")
     model = llama.llama_model_load_from_file(str(config.path).encode(), params)
+    if stopped:
+        raise stopped[0]
     if not model:
         raise LoadError(f"llama.cpp could not load {config.path}: its last words are in the log above (run with -lv 4)")
     return model
