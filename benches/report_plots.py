@@ -18,7 +18,7 @@ from .grid_cells import depth_name
 from .grid_table import BEST, SAME, select
 
 COLORS = ("#0b7a75", "#e07a1f", "#7b4fa3", "#3a6ea5", "#b23a48", "#6b705c")
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "llamamg",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True,
 }  # fmt: skip
