@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llamamg_benches import grid, grid_cells, grid_sides, grid_table
+from llamamg_benches import grid, grid_cells, grid_sides, grid_table, grid_watch
 from llamamg_benches.client import Answer
 from llamamg_benches.errors import BenchError
 from llamamg_benches.grid_cells import Budget, Cell, cells, parse_depths
 from llamamg_benches.grid_measure import Stream, generate_row, prefill_row, stream_of, token_gaps
 from llamamg_benches.grid_prompts import Prompts
-from llamamg_benches.grid_watch import PAGE, rss_mib, session_pids
+from llamamg_benches.grid_watch import PAGE, Nvml, Watch, rss_mib, session_pids
 from llamamg_benches.program import run_module
 from llamamg_benches.sides import Server, SideError
 
@@ -240,6 +242,56 @@ def test_memory_of_a_process_and_what_it_started(tmp_path: Path) -> None:
     assert sorted(pids) == [10, 11]
     assert rss_mib(pids, tmp_path) == round(500 * PAGE / 2**20, 1)
     assert rss_mib([77], tmp_path) is None
+
+
+class FakeNvml(types.ModuleType):
+    """One GPU that does not count PCIe traffic; process 10 has memory on it and 99 is somebody else's."""
+
+    class NVMLError(Exception):
+        """As in the real one."""
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return types.SimpleNamespace(gpu=80)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(used=3000 << 20)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=mib << 20) for pid, mib in ((10, 2000), (99, 500))]
+
+    def nvmlDeviceGetPcieThroughput(self, handle: int, counter: int) -> int:
+        raise self.NVMLError
+
+
+def test_gpus_are_sampled_while_a_phase_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
+    monkeypatch.setattr(grid_watch, "session_pids", lambda pid: [10])
+    monkeypatch.setattr(grid_watch, "PERIOD_S", 0.01)
+    with Watch(10, Nvml()).phase() as seen:
+        deadline = time.monotonic() + 10
+        while len(seen.devices[0].get("gpu_percent", [])) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    [device] = seen.summary()["devices"]
+    assert device["gpu_percent"] == {"mean": 80.0, "max": 80.0}
+    assert device["memory_mib"]["max"] == 3000.0
+    assert device["process_memory_mib"]["max"] == 2000.0
+    assert "pcie_rx_mb_s" not in device
+
+
+def test_without_the_package_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with Watch(-1, Nvml()).phase() as seen:
+        pass
+    assert seen.summary() == {"host_rss_mib": None, "devices": []}
 
 
 # -- the command
