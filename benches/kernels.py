@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="NAMES", help="kernels to run: a,b (default all)"
     )
+    parser.add_argument(
+        "-t", "--threads", type=int, default=1, help="threads of ggml's operations on the CPU (default 1)"
+    )
     parser.add_argument("--list", action="store_true", help="list the kernels and leave")
     parser.add_argument("--times", type=int, default=N_TIMES, help=f"timed runs of each (default {N_TIMES})")
     parser.add_argument("--build", type=Path, metavar="DIR", help="native build to test (default: the patched one)")
@@ -47,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
     """Check, time, keep, print."""
     if args.times < 1:
         raise BenchError("--times must be at least 1")
+    if args.threads < 1:
+        raise BenchError("--threads must be at least 1")
     library = native.load(args.build)
     library.mg.set_log("error")
-    device = cuda(library.build_info) if args.device == "cuda" else cpu()
+    device = cuda(library.build_info) if args.device == "cuda" else cpu(args.threads)
     cases = chosen(registry(device), args.kernel)
     if args.list:
         print(
@@ -105,8 +110,8 @@ def row_of(case: Case, device: Device, n_times: int) -> dict[str, Any]:
         "upstream_note": case.upstream_note,
     }
     if case.upstream is not None:
-        other, row["upstream_times_s"] = _measured(case.upstream(), device, n_times, 1)
-        check = case.check(other)
+        other, row["upstream_times_s"] = _measured(case.upstream(), device, n_times, case.launches_per_run)
+        check = (case.upstream_check or case.check)(other)
         row["upstream_ok"], row["upstream_error"] = check.ok, check.error
     return row
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
 from .kernels_device import Device
 
 # Modules with `cases(device) -> list[Case]`; another one is added by naming it here.
-MODULES = ("kernels_sampling",)
+MODULES = ("kernels_sampling", "kernels_qsa")
 
 
 class Prepared(Protocol):
@@ -48,10 +48,10 @@ class Case:
     prepare: Callable[[], Prepared]
     check: Callable[[Any], Check]
     upstream: Callable[[], Prepared] | None = None
+    upstream_check: Callable[[Any], Check] | None = None  # where upstream's result has another form
     upstream_note: str = ""
     unavailable: str = ""
     launches_per_run: int = 1
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def registry(device: Device) -> list[Case]:

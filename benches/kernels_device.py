@@ -24,6 +24,7 @@ class Device:
     name: str
     xp: Any
     backend: str
+    n_threads: int = 1  # of the CPU backend
 
     def seconds(self, function: Callable[[], Any], n: int, told: Callable[[], None] = lambda: None) -> list[float]:
         """Times of `n` calls after some untimed ones; the device is idle before and after each."""
@@ -61,9 +62,9 @@ class Device:
         return COPY_BYTES / self.copy_s(COPY_BYTES, 9)
 
 
-def cpu() -> Device:
-    """The CPU of this process."""
-    return Device("cpu", "CPU", np, "CPU")
+def cpu(n_threads: int = 1) -> Device:
+    """The CPU of this process; ggml's operations use `n_threads`, libllamamg's own one."""
+    return Device("cpu", f"CPU, {n_threads} threads" if n_threads > 1 else "CPU, 1 thread", np, "CPU", n_threads)
 
 
 def cuda(build_info: dict[str, Any]) -> Device:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benches import kernels, kernels_device, kernels_sampling, program
+from benches import kernels, kernels_device, kernels_ggml, kernels_qsa, kernels_sampling, program
 from benches.errors import BenchError
 from benches.kernels_case import Case, Check
 from llamamg.library import Library
@@ -154,7 +154,8 @@ def test_a_gpu_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "sentence"),
     [
         (("--kernel", "argmix"), "there is no kernel 'argmix' here; did you mean argmax?"),
-        (("--kernel", "zzz"), "there is no kernel 'zzz' here; there are argmax, logprobs"),
+        (("--kernel", "zzz"), "there is no kernel 'zzz' here; there are argmax, logprobs, qsa-pool"),
+        (("--threads", "0"), "--threads must be at least 1"),
         (("--times", "0"), "--times must be at least 1"),
         (("--device", "cuda"), "this native build has no CUDA: run `llamamg build --cuda`, or use --device cpu"),
     ],
@@ -177,3 +178,42 @@ def test_ctrl_c_keeps_nothing(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     assert (code, out, given.closed) == (130, "", True)
     assert "interrupted" in err
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_graph_computes_on_the_arrays_it_was_given(library: Library) -> None:
+    base = kernels_ggml.bind(library.dir, {})
+    random = np.random.default_rng(1)
+    a, b = (random.standard_normal((n, 64)).astype(np.float32) for n in (3, 5))
+
+    def build(base: Any, context: Any, *t: Any) -> Any:
+        return base.ggml_mul_mat(context, *t)
+
+    f32 = kernels_ggml.F32
+    inputs = [(f32, (64, 3), a), (f32, (64, 5), b)]
+    graph = kernels_ggml.Graph(kernels_device.cpu(), library.dir, base, inputs, build, (f32, (3, 5)), 2)
+    got = graph.run()
+    graph.close()
+    assert got == pytest.approx(b.astype(np.float64) @ a.astype(np.float64).T, rel=1e-4, abs=1e-4)
+
+
+def test_a_build_without_a_function_is_told_apart(library: Library) -> None:
+    assert kernels_ggml.bind(library.dir, {"ggml_nobody_wrote_this": (None, [])}) is None
+
+
+def test_sparse_attention(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_qsa, "N_CELLS", {"cpu": 4096})
+    device = kernels_device.cpu()
+    cases = kernels_qsa.cases(device)
+    assert [case.name for case in cases] == ["qsa-pool", *["qsa-select", "qsa-attn"] * 2]
+    if kernels_ggml.bind(library.dir, kernels_qsa.FUNCTIONS) is None:
+        assert {kernels.row_of(case, device, 1)["reason"] for case in cases} == {kernels_qsa.NONE}
+        pytest.skip("this build has no QSA operations")
+    for case in cases:
+        row = kernels.row_of(case, device, 1)
+        assert row["ok"], row
+        assert row.get("upstream_ok", True), row
+        prepared = case.prepare()
+        got = prepared.run()
+        prepared.close()
+        got.reshape(-1)[7] += 1  # another block, or another value
+        assert not case.check(got).ok
