@@ -30,7 +30,7 @@ from llamamg.plugins.selection import declaration_of, select, unknown
 from llamamg.replay_alone import forbidden
 
 from . import record
-from .ab import add_results, record_of
+from .arguments import add_results, record_of
 from .check_judge import alone, broken, misfed, missing, same_shapes, settle
 from .check_trace import N_SLOTS, Sizes, trace
 from .errors import BenchError
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "tie_margin_nats": TIE_MARGIN,
             "rows": rows,
             "failures": failures(rows),
-            "record": record_of(*paths),
+            "record": record_of(configs[0].build, *paths),
         }
         folder.write("result.json", result)
         folder.text("table.txt", table(result) + "\n")

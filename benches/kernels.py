@@ -20,7 +20,7 @@ from tqdm import tqdm
 from llamamg import library as native
 
 from . import record
-from .ab import add_results
+from .arguments import add_results
 from .errors import BenchError
 from .kernels_case import Case, Prepared, registry
 from .kernels_device import Device, cpu, cuda
