@@ -1,9 +1,9 @@
 // Block-sparse attention of qwen4exp ("QSA") as three graph operations over whole cache storages.
 //
 // One operation code, GGML_OP_QSA; op_params[0] says which of the three it is:
-//   POOL    raw index keys -> one F32 key per complete block of r cells: mean, RMS norm * gamma, rope. Written in
-//   place. SELECT  index queries x pooled keys -> the ntop best visible blocks of every token, as an ascending list.
-//   ATTN    attention of every token over the cells of its listed blocks plus its tail.
+// - POOL: raw index keys -> one F32 key per complete block of r cells: mean, RMS norm * gamma, rope. Written in place.
+// - SELECT: index queries x pooled keys -> the ntop best visible blocks of every token, as an ascending list.
+// - ATTN: attention of every token over the cells of its listed blocks plus its tail.
 //
 // Names. r: cells per block. kv_size: cells per stream, a multiple of r. n_stream: streams of the cache (not of the
 // ubatch). T: tokens in the ubatch. S: streams in the ubatch. d: index key size. h: index query heads. D: head size.

@@ -41,32 +41,32 @@ class Rope(ctypes.Structure):
     )
 
 
-P, I, L, F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_init": (P, [InitParams]),
-    "ggml_free": (None, [P]),
-    "ggml_new_tensor_3d": (P, [P, I, L, L, L]),
-    "ggml_new_graph": (P, [P]),
-    "ggml_build_forward_expand": (None, [P, P]),
-    "ggml_quantize_chunk": (ctypes.c_size_t, [I, P, P, L, L, L, P]),
-    "ggml_row_size": (ctypes.c_size_t, [I, L]),
-    "ggml_nbytes": (ctypes.c_size_t, [P]),
-    "ggml_backend_alloc_ctx_tensors": (P, [P, P]),
-    "ggml_backend_buffer_free": (None, [P]),
-    "ggml_backend_free": (None, [P]),
-    "ggml_backend_tensor_set": (None, [P, P, ctypes.c_size_t, ctypes.c_size_t]),
-    "ggml_backend_tensor_get": (None, [P, P, ctypes.c_size_t, ctypes.c_size_t]),
-    "ggml_backend_graph_compute": (I, [P, P]),
-    "ggml_backend_supports_op": (ctypes.c_bool, [P, P]),
-    "ggml_backend_get_device": (P, [P]),
-    "ggml_backend_dev_backend_reg": (P, [P]),
-    "ggml_backend_reg_get_proc_address": (P, [P, ctypes.c_char_p]),
-    "ggml_qsa_pool": (P, [P, P, P, P, P, I, I, F, ctypes.POINTER(Rope)]),
-    "ggml_qsa_select": (P, [P, P, P, P, I, I, I]),
-    "ggml_qsa_select_list": (P, [P, P]),
-    "ggml_qsa_attn": (P, [P, P, P, P, P, P, I, I, I, F]),
-    "ggml_qsa_attn_out": (P, [P, P]),
-    "qsa_shapes_ok": (ctypes.c_bool, [L] * 8),
+    "ggml_init": (POINTER, [InitParams]),
+    "ggml_free": (None, [POINTER]),
+    "ggml_new_tensor_3d": (POINTER, [POINTER, INT, LONG, LONG, LONG]),
+    "ggml_new_graph": (POINTER, [POINTER]),
+    "ggml_build_forward_expand": (None, [POINTER, POINTER]),
+    "ggml_quantize_chunk": (ctypes.c_size_t, [INT, POINTER, POINTER, LONG, LONG, LONG, POINTER]),
+    "ggml_row_size": (ctypes.c_size_t, [INT, LONG]),
+    "ggml_nbytes": (ctypes.c_size_t, [POINTER]),
+    "ggml_backend_alloc_ctx_tensors": (POINTER, [POINTER, POINTER]),
+    "ggml_backend_buffer_free": (None, [POINTER]),
+    "ggml_backend_free": (None, [POINTER]),
+    "ggml_backend_tensor_set": (None, [POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_backend_tensor_get": (None, [POINTER, POINTER, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_backend_graph_compute": (INT, [POINTER, POINTER]),
+    "ggml_backend_supports_op": (ctypes.c_bool, [POINTER, POINTER]),
+    "ggml_backend_get_device": (POINTER, [POINTER]),
+    "ggml_backend_dev_backend_reg": (POINTER, [POINTER]),
+    "ggml_backend_reg_get_proc_address": (POINTER, [POINTER, ctypes.c_char_p]),
+    "ggml_qsa_pool": (POINTER, [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, FLOAT, ctypes.POINTER(Rope)]),
+    "ggml_qsa_select": (POINTER, [POINTER, POINTER, POINTER, POINTER, INT, INT, INT]),
+    "ggml_qsa_select_list": (POINTER, [POINTER, POINTER]),
+    "ggml_qsa_attn": (POINTER, [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, FLOAT]),
+    "ggml_qsa_attn_out": (POINTER, [POINTER, POINTER]),
+    "qsa_shapes_ok": (ctypes.c_bool, [LONG] * 8),
 }
 
 
@@ -92,7 +92,7 @@ class Ops:
             function = getattr(self.base, name)
             function.restype, function.argtypes = result, arguments
         ggml = ctypes.CDLL(str(library.dir / "libggml.so"))
-        ggml.ggml_backend_init_by_name.restype = P
+        ggml.ggml_backend_init_by_name.restype = POINTER
         ggml.ggml_backend_init_by_name.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         self.name = backend
         self.backend = ggml.ggml_backend_init_by_name(backend.encode(), None)
@@ -100,7 +100,7 @@ class Ops:
         if backend == "CPU":
             registry = self.base.ggml_backend_dev_backend_reg(self.base.ggml_backend_get_device(self.backend))
             set_threads = self.base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
-            ctypes.CFUNCTYPE(None, P, ctypes.c_int)(set_threads)(self.backend, n_threads)
+            ctypes.CFUNCTYPE(None, POINTER, ctypes.c_int)(set_threads)(self.backend, n_threads)
 
     def close(self) -> None:
         self.base.ggml_backend_free(self.backend)
