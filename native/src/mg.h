@@ -1,4 +1,4 @@
-// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling.
+// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, QSA counters.
 // Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a function
 // that can fail returns a code, and mg_last_error() says what happened on the calling thread.
 #ifndef LLAMAMG_MG_H
@@ -71,6 +71,18 @@ MG_API int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n)
 // Make decodes of this context end early (llama_decode returns 2) while the flag is set. The flag is the process's.
 MG_API void mg_abort_install(void * ctx);
 MG_API void mg_abort_set(int32_t on);
+
+// ---- native QSA ----------------------------------------------------------------------------------------------------
+
+struct mg_qsa {
+    uint64_t n_native;    // ubatches computed by the native graph
+    uint64_t n_fallback;  // ubatches that upstream's graph computed although the switch qsa was on
+    uint64_t n_pooled;    // blocks whose pooled key was written, once per layer
+    uint64_t n_bytes;     // memory of pooled keys
+};
+
+// Totals of this process; zeros in an unpatched build.
+MG_API void mg_qsa_stats(struct mg_qsa * out);
 
 #ifdef __cplusplus
 }

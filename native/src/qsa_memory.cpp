@@ -1,0 +1,335 @@
+#include "qsa_memory.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cinttypes>
+#include <cstring>
+
+#include "ggml-backend.h"
+#include "llama-batch.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+#include "mg_switch.h"
+#include "qsa.h"
+#include "qsa_stats.h"
+
+namespace {
+
+std::atomic<uint64_t> n_native{ 0 }, n_fallback{ 0 }, n_pooled{ 0 }, n_bytes{ 0 };
+
+constexpr double MiB = 1024.0 * 1024.0;
+
+ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+}  // namespace
+
+void qsa_stats_read(qsa_stats * out) {
+    *out = { n_native, n_fallback, n_pooled, n_bytes };
+}
+
+qsa_memory::qsa_memory(const llama_model & model, const llama_kv_cache & attn, const llama_kv_cache & idx, bool v_trans,
+                       bool offload)
+    : model(model),
+      attn(attn),
+      idx(idx),
+      v_trans(v_trans),
+      offload(offload),
+      n_cell((int32_t) idx.get_size()),
+      streams(idx.get_n_stream()) {
+    reason = obstacle();
+    if (reason.empty()) {
+        r    = (int32_t) model.hparams.dsv4_compress_ratios[idx.get_layer_ids().front()];
+        ntop = (int32_t) model.hparams.indexer_top_k / r;
+    }
+    wanted();
+}
+
+qsa_memory::~qsa_memory() {
+    release();
+}
+
+std::string qsa_memory::obstacle() const {
+    const auto & hparams = model.hparams;
+    const auto   ids     = idx.get_layer_ids();
+    if (v_trans) {
+        return "it needs flash attention (-fa on)";
+    }
+    if (hparams.use_alibi || !hparams.causal_attn) {
+        return "the model's attention is not causal, or has ALiBi";
+    }
+    if (ids.empty()) {
+        return "the model has no layer with an index cache";
+    }
+    const int64_t ratio = hparams.dsv4_compress_ratios[ids.front()];
+    for (const uint32_t il : ids) {
+        if (hparams.dsv4_compress_ratios[il] != ratio) {
+            return "the model's layers have different compress ratios";
+        }
+        if (!qsa_shapes_ok(ratio, ratio > 0 ? hparams.indexer_top_k / ratio : 0, hparams.indexer_head_size,
+                           hparams.indexer_n_head, hparams.n_rot(il), hparams.n_embd_head_k(il), hparams.n_head(il),
+                           hparams.n_head_kv(il))) {
+            return "the kernels do not know this model's compress ratio, top_k or head sizes";
+        }
+    }
+    if (hparams.indexer_top_k % ratio != 0 || n_cell % ratio != 0) {
+        return "top_k or the context size is not a multiple of the compress ratio";
+    }
+    if (!qsa_type_ok(idx.type_k()) || !qsa_type_ok(attn.type_k()) || !qsa_type_ok(attn.type_v())) {
+        return "the kernels cannot read this cache type";
+    }
+    return "";
+}
+
+// Ask every device that holds an index layer, with tensors of the real shapes.
+std::string qsa_memory::device_obstacle() const {
+    for (const auto & [il, pooled] : layers) {
+        ggml_tensor *      raw = idx.get_k_storage(il);
+        ggml_backend_dev_t dev = device_of(ggml_backend_buffer_get_type(raw->buffer));
+        if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0) {
+            // It accepts every operation; the server behind it may be a stock build that aborts.
+            return "a layer is on an RPC server";
+        }
+        const auto &     hparams = model.hparams;
+        const int64_t    D       = hparams.n_embd_head_k(il);
+        const int64_t    H       = hparams.n_head(il);
+        const int64_t    HKV     = hparams.n_head_kv(il);
+        ggml_context_ptr ctx(ggml_init({ 64 * ggml_tensor_overhead(), nullptr, true }));
+        ggml_context *   c     = ctx.get();
+        const auto       whole = [&](ggml_tensor * t) {
+            return ggml_view_2d(c, t, t->ne[0], t->ne[1] * t->ne[2], t->nb[1], 0);
+        };
+
+        ggml_tensor *  v     = ggml_new_tensor_2d(c, attn.type_v(), D * HKV, n_cell * (int64_t) streams.size());
+        ggml_tensor *  gamma = ggml_new_tensor_1d(c, GGML_TYPE_F32, raw->ne[0]);
+        ggml_tensor *  some  = ggml_new_tensor_2d(c, GGML_TYPE_I32, 4, 1);
+        const qsa_rope rope  = { (int32_t) hparams.n_rot(il), 4096, 1e4f, 1.0f, 0.0f, 1.0f, 32.0f, 1.0f };
+        for (const int64_t n_tokens : { 1, 512 }) {
+            ggml_tensor * k_idxs = ggml_new_tensor_1d(c, GGML_TYPE_I64, n_tokens);
+            ggml_tensor * q_idx  = ggml_new_tensor_3d(c, GGML_TYPE_F32, raw->ne[0], hparams.indexer_n_head, n_tokens);
+            ggml_tensor * q      = ggml_new_tensor_3d(c, GGML_TYPE_F32, D, H, n_tokens);
+            ggml_tensor * pool   = ggml_qsa_pool(c, whole(raw), pooled, gamma, some, r, n_cell, 1e-6f, &rope);
+            ggml_tensor * sel    = ggml_qsa_select(c, q_idx, pool, k_idxs, r, n_cell, ntop);
+            ggml_tensor * att    = ggml_qsa_attn(c, q, whole(attn.get_k_storage(il)), v, k_idxs,
+                                                 ggml_qsa_select_list(c, sel), r, n_cell, (int32_t) HKV, 1.0f);
+            for (const ggml_tensor * op : { pool, sel, att }) {
+                if (!ggml_backend_dev_supports_op(dev, op)) {
+                    return std::string("no kernel for these shapes and cache types on ") + ggml_backend_dev_name(dev);
+                }
+            }
+        }
+    }
+    return "";
+}
+
+void qsa_memory::release() {
+    for (const auto & [ctx, buffer] : buffers) {
+        n_bytes -= ggml_backend_buffer_get_size(buffer.get());
+    }
+    buffers.clear();
+    layers.clear();
+}
+
+// Returns what went wrong, or nothing.
+std::string qsa_memory::allocate() {
+    const int64_t d = model.hparams.indexer_head_size;
+
+    std::map<ggml_backend_buffer_type_t, std::vector<int32_t>> by_buft;
+    for (const uint32_t il : idx.get_layer_ids()) {
+        ggml_backend_buffer_type_t buft =
+            offload ? ggml_backend_dev_buffer_type(model.dev_layer(il)) : ggml_backend_cpu_buffer_type();
+        by_buft[buft].push_back((int32_t) il);
+    }
+    for (const auto & [buft, ids] : by_buft) {
+        ggml_context_ptr ctx(ggml_init({ ids.size() * ggml_tensor_overhead(), nullptr, true }));
+        for (const int32_t il : ids) {
+            layers[il] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_cell / r * (int64_t) streams.size());
+            ggml_format_name(layers[il], "cache_qsa_l%d", il);
+        }
+        ggml_backend_buffer_t buffer = nullptr;
+        if (model.hparams.no_alloc) {
+            // Sizes are wanted, not memory; the scheduler must take the tensors for allocated.
+            buffer = ggml_backend_buft_alloc_buffer(buft, 0);
+            for (const int32_t il : ids) {
+                layers[il]->buffer = buffer;
+            }
+        } else {
+            buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft);
+        }
+        if (!buffer) {
+            const double n_mib = ids.size() * ggml_nbytes(layers[ids.front()]) / MiB;
+            release();
+            return format("%.0f MiB for its pooled keys do not fit on %s", n_mib, ggml_backend_buft_name(buft));
+        }
+        n_bytes += ggml_backend_buffer_get_size(buffer);
+        LLAMA_LOG_INFO("%s: %10s pooled keys of QSA = %8.2f MiB\n", __func__, ggml_backend_buffer_name(buffer),
+                       ggml_backend_buffer_get_size(buffer) / MiB);
+        buffers.emplace_back(std::move(ctx), buffer);
+    }
+    const std::string refusal = device_obstacle();
+    if (!refusal.empty()) {
+        release();
+    }
+    return refusal;
+}
+
+bool qsa_memory::wanted() {
+    if (!mg_switch_value(MG_QSA)) {
+        return false;
+    }
+    if (reason.empty() && buffers.empty()) {
+        reason = allocate();
+    }
+    if (!reason.empty() && !said) {
+        said = true;
+        LLAMA_LOG_WARN("%s: native QSA is off for this context: %s\n", __func__, reason.c_str());
+    }
+    return reason.empty();
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> qsa_memory::memory_breakdown() const {
+    std::map<ggml_backend_buffer_type_t, size_t> sizes;
+    for (const auto & [ctx, buffer] : buffers) {
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(buffer.get());
+        sizes[buft] += model.hparams.no_alloc ? ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft)
+                                              : ggml_backend_buffer_get_size(buffer.get());
+    }
+    return sizes;
+}
+
+// ---- what is valid -------------------------------------------------------------------------------------------------
+
+void qsa_memory::clear() {
+    streams.assign(streams.size(), stream_state());
+}
+
+void qsa_memory::forget(llama_seq_id seq) {
+    for (size_t s = 0; s < streams.size(); ++s) {
+        if (seq < 0 || s == idx.get_stream(seq)) {
+            streams[s].unknown  = true;
+            streams[s].n_pooled = 0;
+        }
+    }
+}
+
+void qsa_memory::remove(llama_seq_id seq, llama_pos p0) {
+    if (seq < 0 || streams[idx.get_stream(seq)].owner != seq) {
+        forget(seq);
+        return;
+    }
+    // Raw keys below p0 are still there; the block that p0 cuts is pooled again when it is complete again.
+    stream_state & state = streams[idx.get_stream(seq)];
+    p0                   = std::max<llama_pos>(p0, 0);
+    state.n_same         = std::min<int64_t>(state.n_same, p0);
+    state.n_pooled       = std::min<int64_t>(state.n_pooled, p0 / r);
+}
+
+void qsa_memory::recount(stream_state & state, llama_seq_id seq) const {
+    const auto &  cells = idx.get_cells(seq);
+    const int64_t n     = cells.used_max_p1();
+    int64_t       w     = 0;
+    while (w < n && !cells.is_empty(w) && cells.pos_get(w) == w && cells.seq_count(w) == 1 && cells.seq_has(w, seq)) {
+        ++w;
+    }
+    if (state.owner != seq) {
+        state.n_pooled = 0;
+    }
+    state.owner    = seq;
+    state.n_same   = w;
+    state.n_pooled = std::min(state.n_pooled, w / r);
+    state.unknown  = false;
+}
+
+// Advance the streams of the ubatch, in the order in which they appear. False for tokens that never fit.
+bool qsa_memory::follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched) {
+    const bool        is_2d = ubatch.is_pos_2d();
+    std::vector<bool> counted(streams.size(), false);
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const llama_seq_id seq   = ubatch.seq_id[i][0];
+        const uint32_t     s     = idx.get_stream(seq);
+        stream_state &     state = streams[s];
+        if (std::find(touched.begin(), touched.end(), s) == touched.end()) {
+            touched.push_back(s);
+            if (state.unknown) {
+                recount(state, seq);
+                counted[s] = true;
+            }
+        }
+        if (counted[s]) {
+            continue;
+        }
+        if (state.n_same == 0) {
+            state.owner    = seq;
+            state.n_pooled = 0;
+        }
+        const auto & cells = idx.get_cells(seq);
+        const auto   pos   = ubatch.pos[i];
+        if (!is_2d && ubatch.n_seq_id[i] == 1 && seq == state.owner && pos == state.n_same && pos < n_cell &&
+            !cells.is_empty(pos) && cells.pos_get(pos) == pos) {
+            ++state.n_same;
+        }
+    }
+    return !is_2d;
+}
+
+bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
+    range.clear();
+    submitted = false;
+    if (!wanted()) {
+        // Not followed: the cells are counted when the switch is on again. Pooled keys stay valid, edits still lower P.
+        n_fallback += mg_switch_value(MG_QSA) != 0;
+        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
+            streams[idx.get_stream(ubatch.seq_id_unq[i])].unknown = true;
+        }
+        return false;
+    }
+    std::vector<uint32_t> touched;
+    if (!follow(ubatch, touched)) {
+        fall_back("image positions");
+        return false;
+    }
+    int64_t n_new = 0;
+    for (const uint32_t s : touched) {
+        const stream_state & state = streams[s];
+        const auto &         cells = idx.get_cells(state.owner);
+        if (cells.get_used() != state.n_same || cells.used_max_p1() != state.n_same) {
+            fall_back("the cells of a sequence are not its positions (edited in the middle, shared, or not from 0 on)");
+            return false;
+        }
+        n_new += state.n_same / r - state.n_pooled;
+    }
+    if (touched.size() != n_stream) {
+        fall_back("the ubatch has tokens of one stream in several places");
+        return false;
+    }
+    for (const uint32_t s : touched) {
+        range.insert(range.end(), { (int32_t) s, (int32_t) streams[s].n_pooled, (int32_t) (streams[s].n_same / r), 0 });
+    }
+    if (n_new > ubatch.n_tokens / r + (int64_t) touched.size()) {
+        LLAMA_LOG_INFO("%s: rebuilding %" PRId64 " pooled keys of QSA per layer\n", __func__, n_new);
+    }
+    return true;
+}
+
+void qsa_memory::fall_back(const char * reason) {
+    ++n_fallback;
+    if (!said) {
+        said = true;
+        LLAMA_LOG_WARN("%s: upstream's attention computes a ubatch: %s. Said once, counted always\n", __func__, reason);
+    }
+}
+
+void qsa_memory::commit() {
+    if (!submitted) {
+        return;
+    }
+    submitted = false;
+    ++n_native;
+    for (size_t i = 0; i < range.size(); i += 4) {
+        n_pooled += range[i + 2] - range[i + 1];
+        streams[range[i]].n_pooled = range[i + 2];
+    }
+}

@@ -1,0 +1,102 @@
+// Pooled index keys of one context, and what of them is valid. Compiled into libllama; owned by
+// llama_memory_hybrid_idx.
+//
+// Native QSA needs cell == position in every stream of a ubatch. Per stream this keeps W, a length of cells from 0 on
+// known to hold exactly the tokens at those positions of one sequence, and P, the number of blocks whose pooled key is
+// valid (P*r <= W after every check). Work per ubatch is O(tokens); a scan of cells happens once after an edit that a
+// number cannot describe. Pooled keys are a function of the raw keys in the index cache, so they are never saved:
+// whatever changes cells lowers P, and the next native ubatch pools again from there.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ggml-cpp.h"
+#include "llama.h"
+
+class llama_kv_cache;
+struct llama_model;
+struct llama_ubatch;
+
+class qsa_memory {
+public:
+    // The caches must outlive this. Allocates at once if the switch is on, else when it is first seen on.
+    qsa_memory(const llama_model & model, const llama_kv_cache & attn, const llama_kv_cache & idx, bool v_trans,
+               bool offload);
+    ~qsa_memory();
+
+    // Is the native graph to be used where the cache layout allows it? Reads the switch; allocates on first need.
+    bool wanted();
+
+    // The cells hold the ubatch now: can the native graph compute it? Fixes ranges() until the next call.
+    bool begin(const llama_ubatch & ubatch, uint32_t n_stream);
+
+    // {stream, lo, hi, 0} per stream of the ubatch: the blocks that POOL has to write.
+    const std::vector<int32_t> & ranges() const {
+        return range;
+    }
+
+    // The graph that writes ranges() is about to run / the ubatch succeeded.
+    void submit() {
+        submitted = true;
+    }
+    void commit();
+
+    // Sequence edits. forget() distrusts everything about the stream of seq (all streams if seq < 0).
+    void clear();
+    void remove(llama_seq_id seq, llama_pos p0);
+    void forget(llama_seq_id seq);
+
+    int32_t ratio() const {
+        return r;
+    }
+    int32_t n_top() const {
+        return ntop;
+    }
+    int32_t kv_size() const {
+        return n_cell;
+    }
+    ggml_tensor * pooled(int32_t il) const {
+        return layers.at(il);
+    }
+
+    std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const;
+
+private:
+    struct stream_state {
+        llama_seq_id owner    = -1;
+        int64_t      n_same   = 0;      // W
+        int64_t      n_pooled = 0;      // P
+        bool         unknown  = false;  // n_same must be counted anew
+    };
+
+    std::string obstacle() const;  // what about the model or the context's options does not fit; empty if all does
+    std::string device_obstacle() const;
+    std::string allocate();
+    void        release();
+    void        recount(stream_state & state, llama_seq_id seq) const;
+    bool        follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched);
+    void        fall_back(const char * reason);
+
+    const llama_model &    model;
+    const llama_kv_cache & attn;
+    const llama_kv_cache & idx;
+    const bool             v_trans;
+    const bool             offload;
+
+    int32_t     r      = 0;
+    int32_t     ntop   = 0;
+    int32_t     n_cell = 0;
+    std::string reason;  // why this context cannot run natively; empty if it can
+
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> buffers;
+    std::map<int32_t, ggml_tensor *>                                  layers;
+
+    std::vector<stream_state> streams;
+    std::vector<int32_t>      range;
+    bool                      submitted = false;
+    bool                      said      = false;
+};
