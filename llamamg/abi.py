@@ -50,6 +50,14 @@ int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
 
 void mg_abort_install(void * ctx);
 void mg_abort_set(int32_t on);
+
+struct mg_qsa {
+    uint64_t n_native;
+    uint64_t n_fallback;
+    uint64_t n_pooled;
+    uint64_t n_bytes;
+};
+void mg_qsa_stats(struct mg_qsa * out);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
@@ -90,6 +98,16 @@ class Device:
     events: bool
     memory_free: int
     memory_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class QsaStats:
+    """What native QSA did in this process; zeros in an unpatched library."""
+
+    n_native: int  # ubatches computed natively
+    n_fallback: int  # ubatches left to upstream's graph although the switch `qsa` was on
+    n_pooled: int  # pooled keys written, counted once for all layers
+    n_bytes: int  # memory of pooled keys
 
 
 class Abi:
@@ -155,6 +173,11 @@ class Abi:
     def error(self) -> NativeError:
         """The last failure on this thread, to be raised."""
         return NativeError(_text(self.lib.mg_last_error()) or "libllamamg failed without saying why")
+
+    def qsa_stats(self) -> QsaStats:
+        out = ffi.new("struct mg_qsa *")
+        self.lib.mg_qsa_stats(out)
+        return QsaStats(int(out.n_native), int(out.n_fallback), int(out.n_pooled), int(out.n_bytes))
 
     # -- log
 
