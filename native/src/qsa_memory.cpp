@@ -25,6 +25,16 @@ ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
+// Image tokens have a row and a column besides the position; text repeats the position.
+bool is_text_position(const llama_ubatch & ubatch, uint32_t i) {
+    for (uint32_t section = 1; section < std::min(ubatch.n_pos, 3u); ++section) {
+        if (ubatch.pos[section * ubatch.n_tokens + i] != ubatch.pos[i]) {
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 void qsa_stats_read(qsa_stats * out) {
@@ -243,9 +253,8 @@ void qsa_memory::recount(stream_state & state, llama_seq_id seq) const {
     state.unknown  = false;
 }
 
-// Advance the streams of the ubatch, in the order in which they appear. False for tokens that never fit.
-bool qsa_memory::follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched) {
-    const bool        is_2d = ubatch.is_pos_2d();
+// Advance the streams of the ubatch and list them in the order in which they appear.
+void qsa_memory::follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched) {
     std::vector<bool> counted(streams.size(), false);
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         const llama_seq_id seq   = ubatch.seq_id[i][0];
@@ -267,12 +276,11 @@ bool qsa_memory::follow(const llama_ubatch & ubatch, std::vector<uint32_t> & tou
         }
         const auto & cells = idx.get_cells(seq);
         const auto   pos   = ubatch.pos[i];
-        if (!is_2d && ubatch.n_seq_id[i] == 1 && seq == state.owner && pos == state.n_same && pos < n_cell &&
-            !cells.is_empty(pos) && cells.pos_get(pos) == pos) {
+        if (is_text_position(ubatch, i) && ubatch.n_seq_id[i] == 1 && seq == state.owner && pos == state.n_same &&
+            pos < n_cell && !cells.is_empty(pos) && cells.pos_get(pos) == pos) {
             ++state.n_same;
         }
     }
-    return !is_2d;
 }
 
 bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
@@ -287,16 +295,15 @@ bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
         return false;
     }
     std::vector<uint32_t> touched;
-    if (!follow(ubatch, touched)) {
-        fall_back("image positions");
-        return false;
-    }
+    follow(ubatch, touched);
     int64_t n_new = 0;
     for (const uint32_t s : touched) {
         const stream_state & state = streams[s];
         const auto &         cells = idx.get_cells(state.owner);
         if (cells.get_used() != state.n_same || cells.used_max_p1() != state.n_same) {
-            fall_back("the cells of a sequence are not its positions (edited in the middle, shared, or not from 0 on)");
+            fall_back(
+                "the cells of a sequence are not its positions (edited in the middle, shared, not from 0 on, or an "
+                "image)");
             return false;
         }
         n_new += state.n_same / r - state.n_pooled;

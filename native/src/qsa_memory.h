@@ -78,7 +78,7 @@ private:
     std::string allocate();
     void        release();
     void        recount(stream_state & state, llama_seq_id seq) const;
-    bool        follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched);
+    void        follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched);
     void        fall_back(const char * reason);
 
     const llama_model &    model;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from llamamg import demo
 from llamamg.abi import ffi
 from llamamg.library import Library
+
+# The modules beside the tests are imported by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 TEXT = b"The quick brown fox jumps over the lazy dog, and then"
 
