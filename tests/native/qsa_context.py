@@ -92,6 +92,27 @@ class Context:
         assert status == 0, f"llama_decode returned {status}"
         return np.stack([self._row(i) for i in range(len(rows) - n_logits, len(rows))])
 
+    def image(self, n_rows: int, n_columns: int, *, seq: int, start: int) -> Logits:
+        """Decode random embeddings at the 2-D positions of an image; logits [1, n_vocab] of the last one."""
+        n = n_rows * n_columns
+        n_embd = self.llama.llama_model_n_embd_inp(self.model.pointer)
+        batch = self.llama.llama_batch_init(n, n_embd, 1)
+        positions = (ctypes.c_int32 * (4 * n))()
+        pointer = type(batch.pos)
+        own = ctypes.cast(batch.pos, ctypes.c_void_p).value
+        batch.pos = ctypes.cast(positions, pointer)
+        batch.n_tokens = n
+        values = np.random.default_rng(7).standard_normal(n * n_embd).astype(np.float32)
+        ctypes.memmove(batch.embd, values.ctypes.data, values.nbytes)
+        for i in range(n):
+            positions[i], positions[n + i], positions[2 * n + i] = start, start + i // n_columns, start + i % n_columns
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, seq, i == n - 1
+        status = self.llama.llama_decode(self.pointer, batch)
+        batch.pos = ctypes.cast(own, pointer)
+        self.llama.llama_batch_free(batch)
+        assert status == 0, f"llama_decode returned {status}"
+        return self._row(n - 1)[None]
+
     def _row(self, i: int) -> Logits:
         pointer = self.llama.llama_get_logits_ith(self.pointer, i)
         return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab,)).copy()

@@ -306,6 +306,23 @@ def test_cells_shared_in_one_stream_fall_back(library: Library, model: Model, co
         assert (counted.n_native, counted.n_fallback, counted.n_pooled) == (1, 0, 25)
 
 
+def test_image_falls_back_until_it_is_removed(library: Library, model: Model, counted: Counted) -> None:
+    def run(context: Context) -> list[np.ndarray]:
+        return [context.image(2, 3, seq=0, start=0), context.feed(tokens(80), start=3)]
+
+    with Context(model) as context:
+        wanted = run(context)
+    with qsa(library, 1), Context(model) as context:
+        with counted:
+            got = run(context)
+        assert (counted.n_native, counted.n_fallback) == (0, 2)
+        assert all((a == b).all() for a, b in zip(got, wanted, strict=True))
+        assert context.remove(0, -1)
+        with counted:
+            context.feed(tokens(80))
+        assert (counted.n_native, counted.n_fallback) == (1, 0)
+
+
 def test_without_flash_attention_upstream_computes(library: Library, model: Model, counted: Counted) -> None:
     with qsa(library, 1), counted, Context(model, flash=False) as context:
         got = context.feed(tokens(100))
