@@ -6,6 +6,7 @@ What a plugin needs is here; nothing native is loaded by importing it.
 from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.config import Config
 from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
+from llamamg.facts import architecture, has_switch, qsa_stats
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
 from llamamg.plugins import Options, PluginError, Unavailable, plugin
@@ -37,7 +38,10 @@ __all__ = [
     "StepState",
     "Timings",
     "Unavailable",
+    "architecture",
+    "has_switch",
     "hookimpl",
     "plugin",
+    "qsa_stats",
 ]
 __version__ = "0.1.0"

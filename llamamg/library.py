@@ -36,6 +36,11 @@ class Library:
 _loaded: Library | None = None
 
 
+def current() -> Library | None:
+    """The build this process has loaded."""
+    return _loaded
+
+
 def find(build: Path | None = None) -> Path:
     """The folder of libraries to use: the argument, $LLAMAMG_BUILD, else the patched build. Raises LibraryNotFound."""
     wanted = build or (Path(os.environ["LLAMAMG_BUILD"]) if os.environ.get("LLAMAMG_BUILD") else None)

@@ -24,7 +24,7 @@ def test_the_page_matches_the_declaration(name: str) -> None:
     assert declaration is not None
     assert page.startswith(f"# {name}\n")
     assert re.search(rf"## Effect counter\n\n`{declaration.effect}`", page)
-    assert re.search(rf"## Guard\n\n`{declaration.guard}`", page)
+    assert re.search(rf"## Guard\n\n`{re.escape(str(declaration.guard))}`", page)
     for flag in (*(declaration.cli_switches or ()), *((declaration.cli_env,) if declaration.cli_env else ())):
         assert flag in page
 

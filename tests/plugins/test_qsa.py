@@ -1,0 +1,112 @@
+"""The plugin qsa: where it applies, that the switch follows it, and that an engine computes natively with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamamg import Unavailable, facts
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
+from llamamg.engine import Engine
+from llamamg.library import Library
+from llamamg.loading import load
+from llamamg.plugins import PluginSet
+from llamamg.request import Finished, Request, SamplingParams
+from llamamg_plugins.qsa import Qsa
+
+
+def configured(path: Path, **context: Any) -> None:
+    Qsa().configure(Config(ModelConfig(path), ContextConfig(**context)))
+
+
+def test_it_applies_to_its_architecture(micro_model: Path) -> None:
+    configured(micro_model)
+
+
+def test_other_architectures_are_left_alone(smol_model: Path) -> None:
+    with pytest.raises(Unavailable, match="sparse attention of qwen4exp, and this model is llama"):
+        configured(smol_model)
+
+
+def test_it_needs_flash_attention(micro_model: Path) -> None:
+    with pytest.raises(Unavailable, match="leave out -fa off"):
+        configured(micro_model, flash_attn="off")
+
+
+def test_it_needs_a_patched_build(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.qsa.has_switch", lambda name: False)
+    with pytest.raises(Unavailable, match="run `llamamg build`"):
+        configured(micro_model)
+
+
+def test_facts_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg.library._loaded", None)
+    assert facts.has_switch("anything")
+    assert facts.qsa_stats().n_native == 0
+
+
+@pytest.fixture
+def engine(library: Library, micro_model: Path) -> Iterator[Callable[..., Engine]]:
+    """Engines with these plugins and nothing else; the switch is put back at the end."""
+    if not library.patched:
+        pytest.skip("the unpatched build has no native QSA")
+    engines: list[Engine] = []
+
+    def make(plugins: PluginsConfig) -> Engine:
+        context = ContextConfig(n_ctx=1024, n_parallel=2, kv_unified=False, n_threads=1, n_batch=256, warmup=False)
+        config = replace(Config(ModelConfig(micro_model), context), plugins=plugins)
+        engines.append(load(config, PluginSet.discover(plugins)))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        made.stop(1)
+    library.mg.set_switch("qsa", 0)
+
+
+def answer(engine: Engine, seed: int = 1, n_predict: int = 12) -> tuple[int, ...]:
+    """Greedy tokens after a prompt of 30 tokens: everything visible is selected."""
+    prompt = np.random.default_rng(seed).integers(1000, 5000, 30, dtype=np.int32)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    request = Request(prompt, sampling, n_predict=n_predict, return_tokens=True, cache_prompt=False)
+    events: list[Any] = []
+    engine.deliver = events.extend
+    engine.submit(request)
+    for _ in range(1000):
+        engine.step()
+        for _, event in events:
+            if isinstance(event, Finished):
+                return tuple(event.tokens)
+    raise AssertionError("the request does not end")
+
+
+def effect(engine: Engine) -> int:
+    return next(view.effect for view in engine.plugins.views() if view.name == "qsa")
+
+
+def test_an_engine_computes_natively_and_says_the_same(engine: Callable[..., Engine], library: Library) -> None:
+    off = answer(engine(PluginsConfig(none=True)))
+    assert library.mg.switch("qsa") == 0
+    on = engine(PluginsConfig(enable=("qsa",), only=True))
+    assert library.mg.switch("qsa") == 1
+    assert answer(on) == off
+    assert effect(on) >= 12
+
+
+def test_it_is_on_by_itself_and_toggles(engine: Callable[..., Engine], library: Library) -> None:
+    made = engine(PluginsConfig())
+    assert "qsa" in made.plugins.enabled()
+    first = answer(made)
+    n = effect(made)
+    made.plugins.toggle("qsa", False)
+    assert library.mg.switch("qsa") == 0
+    assert answer(made) == first
+    assert effect(made) == n > 0
+    made.plugins.toggle("qsa", True)
+    assert answer(made) == first
+    assert effect(made) > n
