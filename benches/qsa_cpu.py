@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for depth, off, on, prefill in measure(lib, path, kind, args.depths, args.rounds, args.tokens):
                 wanted = AT_DEPTH[1] if depth == AT_DEPTH[0] else ANYWHERE
                 missed += off / on < wanted
-                print(f"| {depth} | {kind} | {off:.2f} | {on:.2f} | {off / on:.2f} | {prefill:.2f} |", flush=True)
+                chunks = f"{prefill:.2f}" if depth else "-"
+                print(f"| {depth} | {kind} | {off:.2f} | {on:.2f} | {off / on:.2f} | {chunks} |", flush=True)
     return 1 if missed else 0
 
 

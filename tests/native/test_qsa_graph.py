@@ -151,6 +151,16 @@ def test_the_same_prompt_twice_gives_identical_bits(library: Library, model: Mod
     assert counted.n_pooled == 350 // 4 + 200 // 4
 
 
+@pytest.mark.parametrize(("value", "n_built"), [(1, 1), (0, 3)])
+def test_one_graph_serves_a_whole_answer(library: Library, model: Model, value: int, n_built: int) -> None:
+    """Upstream builds a new one every 256 cells, because the mask gets wider."""
+    with qsa(library, value), Context(model, n_ctx=1024) as context:
+        context.feed(tokens(10))
+        library.llama.llama_perf_context_reset(context.pointer)
+        context.feed(tokens(600), start=10, chunk=1)
+        assert 600 - library.llama.llama_perf_context(context.pointer).n_reused == n_built
+
+
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
