@@ -1,0 +1,34 @@
+// What the selection kernels get.
+#pragma once
+
+#include "qsa_async.cuh"
+
+namespace qsa {
+
+struct select_args {
+    const float *   q;       // [d, h, T]
+    size_t          q_head;  // floats from head to head
+    size_t          q_token;
+    const float *   pooled;  // [d, n_block_max * n_stream]
+    const int64_t * k_idxs;
+    int32_t *       list;  // [ntop, T]
+    uint32_t *      keys;  // [n_block_max, rows]
+    int             d, h, n_tokens, ntop, log2r, kv_size, n_block_max;
+    int             row0, n_rows;  // tokens of this chunk
+};
+
+// Scores are not negative, so their bits compare like the values.
+static __device__ __forceinline__ uint32_t key_of(float score) {
+    return __float_as_uint(score);
+}
+
+static __device__ __forceinline__ float relu(float x) {
+    return x > 0.0f ? x : 0.0f;
+}
+
+// First pooled row of a stream.
+static __device__ __forceinline__ size_t first_block(const place & p, int log2r) {
+    return (size_t) (p.base >> log2r);
+}
+
+}  // namespace qsa
