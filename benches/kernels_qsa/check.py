@@ -19,6 +19,7 @@ RESULTS: dict[str, Any] = {"checks": [], "times": []}
 LIB: Any = None
 RNG = cp.random.default_rng(1)
 HOST = np.random.default_rng(1)
+ROWS = 64  # tokens that share the selection workspace
 P, I, Z, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_float
 
 
@@ -234,7 +235,7 @@ class Select:
         self.t = len(self.idx_host)
         self.idx = cp.asarray(self.idx_host)
         self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # strided, as beside a gate
-        self.rows = min(self.t, 64)
+        self.rows = min(self.t, ROWS)
         self.list = cp.full((self.t, self.ntop), -7, dtype=cp.int32)
         self.keys = cp.full((self.rows * (self.nb + 2048),), 0xFFFFFFFF, dtype=cp.uint32)
 

@@ -20,7 +20,7 @@ extern "C" int qsa_attn(const float * q, size_t q_head, size_t q_token, const vo
                           list,   out,    part,     k_type,           v_type, n_tokens,         n_head, n_head_kv,
                           head_size, ntop, log2r, n_split,            kv_size, scale };
     const device_limits dev = limits(force_cc);
-    if (!attn_supported(head_size, n_head, n_head_kv, ntop, log2r, dev)) {
+    if (!attn_supported(head_size, n_head, n_head_kv, ntop, log2r, n_split, dev)) {
         return -1;
     }
     return launch_attn(a, dev, stream);
@@ -38,7 +38,7 @@ extern "C" int qsa_pool(const void * raw, size_t raw_row, int raw_type, float * 
 extern "C" int qsa_select(const float * q, size_t q_head, size_t q_token, const float * pooled, const int64_t * k_idxs,
                           int32_t * list, uint32_t * keys, int d, int h, int n_tokens, int ntop, int log2r, int kv_size,
                           int rows, int what, cudaStream_t stream) {
-    select_args a = { q, q_head, q_token, pooled, k_idxs, list, keys, d, h, n_tokens, ntop, log2r, kv_size,
+    select_args a = { q, q_head, q_token, pooled, k_idxs, list, keys, keys + (size_t) rows * (kv_size >> log2r), d, h, n_tokens, ntop, log2r, kv_size,
                       kv_size >> log2r, 0, 0 };
     const device_limits dev = limits(0);
     if (!select_supported(d, h, ntop, log2r, a.n_block_max, dev)) {

@@ -154,7 +154,8 @@ bool attn_is_supported(int device, const ggml_tensor * op) {
     const qsa::attn_args a = attn_args_of(op);
     return a.n_split > 0 && op->src[1]->ne[0] == (int64_t) a.head_size * a.n_head_kv &&
            op->src[2]->ne[0] == op->src[1]->ne[0] &&
-           qsa::attn_supported(a.head_size, a.n_head, a.n_head_kv, a.ntop, a.log2r, limits_of(device));
+           qsa::attn_supported(a.head_size, a.n_head, a.n_head_kv, a.ntop, a.log2r, a.n_split,
+                               limits_of(device));
 }
 
 }  // namespace

@@ -89,9 +89,7 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) attn_kernel(const a
     const int        lane = threadIdx.x % 32;
     const int        g    = lane / 4;
     const int        c    = lane % 4;
-    const attn_share s    = share_of(a, blockIdx.x);
-
-    load_blocks(a, s, blocks);
+    const attn_share s    = share_of(a, blockIdx.x, blocks);
     __syncthreads();
 
     const char * k_src = a.k + (size_t) s.base * a.k_row + s.kv_head * head_bytes(KT, D);
@@ -298,25 +296,49 @@ static __global__ void __launch_bounds__(ATTN_WARPS * 32, 3) attn_kernel(const a
 #endif
 }
 
-// The pieces of one head of one token, in ascending order.
+constexpr int ATTN_MAX_SPLIT = 64;
+
+// The pieces of one head of one token, in ascending order. A thread per column; all loads are independent.
 static __global__ void attn_combine_kernel(const attn_args a) {
+    constexpr int batch  = 17;  // loads in flight; 33 pieces are two batches
     const size_t  n_rows = (size_t) a.n_head * a.n_tokens;
     const size_t  r      = blockIdx.x;
+    const int     lane   = threadIdx.x % 32;
     const float * ms     = a.part + a.n_split * n_rows * a.head_size;
     const float * ls     = ms + a.n_split * n_rows;
-    float         m      = -INFINITY;
-    for (int s = 0; s < a.n_split; ++s) {
-        m = fmaxf(m, ms[s * n_rows + r]);
+    float         w[2], l[2], m = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int s = lane + 32 * i;
+        w[i]        = s < a.n_split ? ms[s * n_rows + r] : -INFINITY;
+        l[i]        = s < a.n_split ? ls[s * n_rows + r] : 0.0f;
+        m           = fmaxf(m, w[i]);
     }
-    float l = 0.0f;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, d));
+    }
+    w[0]      = exp2f(w[0] - m);
+    w[1]      = exp2f(w[1] - m);
+    float sum = w[0] * l[0] + w[1] * l[1];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, d);
+    }
     float o = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < a.n_split; ++s) {
-        const float w = exp2f(ms[s * n_rows + r] - m);
-        l             = fmaf(w, ls[s * n_rows + r], l);
-        o             = fmaf(w, a.part[(s * n_rows + r) * a.head_size + threadIdx.x], o);
+    for (int s0 = 0; s0 < a.n_split; s0 += batch) {
+        float v[batch];
+#pragma unroll
+        for (int j = 0; j < batch; ++j) {
+            v[j] = s0 + j < a.n_split ? a.part[((s0 + j) * n_rows + r) * a.head_size + threadIdx.x] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < batch; ++j) {
+            const int s = s0 + j;
+            o           = fmaf(__shfl_sync(0xFFFFFFFF, s < 32 ? w[0] : w[1], s % 32), v[j], o);
+        }
     }
-    a.out[r * a.head_size + threadIdx.x] = o / l;
+    a.out[r * a.head_size + threadIdx.x] = o / sum;
 }
 
 }  // namespace qsa

@@ -37,7 +37,8 @@ static __host__ __device__ inline int attn_row_groups(const attn_args & a) {
     return ceil_div(a.n_head / a.n_head_kv, ATTN_ROWS);
 }
 
-static __device__ __forceinline__ attn_share share_of(const attn_args & a, unsigned cta) {
+// Also loads the token's list into shared memory (a barrier is due), for both reads to be on their way together.
+static __device__ __forceinline__ attn_share share_of(const attn_args & a, unsigned cta, int * blocks) {
     attn_share     s;
     const int      group    = a.n_head / a.n_head_kv;
     const unsigned n_groups = attn_row_groups(a);
@@ -50,7 +51,18 @@ static __device__ __forceinline__ attn_share share_of(const attn_args & a, unsig
     s.head0   = s.kv_head * group + row_group * ATTN_ROWS;
     s.n_heads = min(ATTN_ROWS, group - row_group * ATTN_ROWS);
 
-    const place p     = place_of(a.k_idxs, s.token, a.kv_size, a.log2r);
+    const int64_t   idx  = a.k_idxs[s.token];
+    const int32_t * list = a.list + (size_t) s.token * a.ntop;
+    if (a.ntop % 4 == 0) {
+        for (int i = threadIdx.x; i < a.ntop / 4; i += blockDim.x) {
+            reinterpret_cast<int4 *>(blocks)[i] = reinterpret_cast<const int4 *>(list)[i];
+        }
+    } else {
+        for (int i = threadIdx.x; i < a.ntop; i += blockDim.x) {
+            blocks[i] = list[i];
+        }
+    }
+    const place p     = place_of(idx, a.kv_size, a.log2r);
     s.base            = p.base;
     s.n_vis           = p.n_vis;
     s.n_listed        = min(a.ntop, p.n_vis);
@@ -61,27 +73,18 @@ static __device__ __forceinline__ attn_share share_of(const attn_args & a, unsig
     return s;
 }
 
-// Block numbers of the share's tiles into shared memory; the tail counts as block n_vis.
-static __device__ __forceinline__ void load_blocks(const attn_args & a, const attn_share & s, int * blocks) {
-    const int       first = (s.tile0 * ATTN_TILE) >> a.log2r;
-    const int       last  = min((s.tile1 * ATTN_TILE) >> a.log2r, s.n_listed + 1);
-    const int32_t * list  = a.list + (size_t) s.token * a.ntop;
-    for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
-        blocks[i - first] = i < s.n_listed ? list[i] : s.n_vis;
-    }
-}
-
-// Cell `i` of a tile, counted from the stream's first. Cells behind the last one repeat it: they are masked, but must be
-// finite.
-static __device__ __forceinline__ int cell_of(const attn_args & a, const attn_share & s, const int * blocks,
-                                              int tile, int i) {
+// Cell `i` of a tile, counted from the stream's first; the tail is block n_vis. Cells behind the last one repeat it: they
+// are masked, but must be finite.
+static __device__ __forceinline__ int cell_of(const attn_args & a, const attn_share & s, const int * blocks, int tile,
+                                              int i) {
     const int e     = min(tile * ATTN_TILE + i, s.n_cells - 1);
-    const int first = (s.tile0 * ATTN_TILE) >> a.log2r;
-    return (blocks[(e >> a.log2r) - first] << a.log2r) + (e & ((1 << a.log2r) - 1));
+    const int b     = e >> a.log2r;
+    const int block = b < s.n_listed ? blocks[b] : s.n_vis;
+    return (block << a.log2r) + (e & ((1 << a.log2r) - 1));
 }
 
 static __host__ __device__ inline int attn_blocks_bytes(int ntop) {
-    return ceil_div((ntop + 1) * 4, 16) * 16;
+    return ceil_div(ntop * 4, 16) * 16;
 }
 
 }  // namespace qsa

@@ -44,9 +44,8 @@ template <int D> static __global__ void __launch_bounds__(128) attn_plain_kernel
 
     const int        warp = threadIdx.x / 32;
     const int        lane = threadIdx.x % 32;
-    const attn_share s    = share_of(a, blockIdx.x);
+    const attn_share s    = share_of(a, blockIdx.x, blocks);
 
-    load_blocks(a, s, blocks);
     for (int i = threadIdx.x; i < ATTN_ROWS * D; i += 128) {
         const int row = i / D;
         q[i] = row < s.n_heads ? a.scale * 1.44269504f *

@@ -27,7 +27,7 @@ template <typename K> static cudaError_t allow_smem(K kernel, int bytes) {
 
 // Cache types read as they are; every other pair goes through F16 tiles.
 static inline bool attn_is_direct(int k_type, int v_type) {
-    return k_type == v_type && (k_type == T_Q8_0 || k_type == T_F16 || k_type == T_BF16);
+    return k_type == v_type && k_type != T_F32;
 }
 
 template <int D, int type, bool converted> static cudaError_t launch_attn_mma(const attn_args & a, cudaStream_t stream) {
@@ -60,12 +60,18 @@ template <int D> static cudaError_t launch_attn_d(const attn_args & a, const dev
         e = launch_attn_plain<D>(a, stream);
     } else if (!attn_is_direct(a.k_type, a.v_type)) {
         e = launch_attn_mma<D, T_F16, true>(a, stream);
-    } else if (a.k_type == T_Q8_0) {
-        e = launch_attn_mma<D, T_Q8_0, false>(a, stream);
-    } else if (a.k_type == T_F16) {
-        e = launch_attn_mma<D, T_F16, false>(a, stream);
     } else {
-        e = launch_attn_mma<D, T_BF16, false>(a, stream);
+        switch (a.k_type) {
+            case T_F16:    e = launch_attn_mma<D, T_F16, false>(a, stream); break;
+            case T_BF16:   e = launch_attn_mma<D, T_BF16, false>(a, stream); break;
+            case T_Q8_0:   e = launch_attn_mma<D, T_Q8_0, false>(a, stream); break;
+            case T_Q5_1:   e = launch_attn_mma<D, T_Q5_1, false>(a, stream); break;
+            case T_Q5_0:   e = launch_attn_mma<D, T_Q5_0, false>(a, stream); break;
+            case T_Q4_1:   e = launch_attn_mma<D, T_Q4_1, false>(a, stream); break;
+            case T_Q4_0:   e = launch_attn_mma<D, T_Q4_0, false>(a, stream); break;
+            case T_IQ4_NL: e = launch_attn_mma<D, T_IQ4_NL, false>(a, stream); break;
+            default:       return cudaErrorInvalidValue;
+        }
     }
     if (e == cudaSuccess && a.n_split > 1) {
         attn_combine_kernel<<<a.n_tokens * a.n_head, D, 0, stream>>>(a);
@@ -74,9 +80,11 @@ template <int D> static cudaError_t launch_attn_d(const attn_args & a, const dev
     return e;
 }
 
-static inline bool attn_supported(int head_size, int n_head, int n_head_kv, int ntop, int log2r, const device_limits & dev) {
+static inline bool attn_supported(int head_size, int n_head, int n_head_kv, int ntop, int log2r, int n_split,
+                                  const device_limits & dev) {
     const bool   shape = (head_size == 64 || head_size == 128 || head_size == 256) && n_head_kv > 0 &&
-                       n_head % n_head_kv == 0 && log2r >= 1 && log2r <= 4 && ntop <= 1024;
+                       n_head % n_head_kv == 0 && log2r >= 1 && log2r <= 4 && ntop <= 1024 && n_split >= 1 &&
+                       n_split <= ATTN_MAX_SPLIT;
     const size_t smem = dev.cc < 800 ? attn_plain_smem_bytes<256>() : attn_smem_bytes<256, T_F16, T_F16>();
     return shape && smem + attn_blocks_bytes(ntop) <= dev.smem_block;
 }
@@ -131,15 +139,20 @@ static inline bool select_supported(int d, int h, int ntop, int log2r, int n_blo
 }
 
 template <int D, int H> static cudaError_t launch_score(const select_args & a, cudaStream_t stream) {
+    cudaError_t e = cudaSuccess;
     if (a.n_tokens <= SELECT_FEW) {
         const int grid = a.n_rows * ceil_div(a.n_block_max, FEW_BLOCKS);
         const int smem = score_few_smem_bytes<D>(H);
         score_few_kernel<D, H><<<grid, FEW_BLOCKS, smem, stream>>>(a);
     } else {
         const int grid = ceil_div(a.n_rows, TILE_TOKENS) * ceil_div(a.n_block_max, TILE_BLOCKS);
-        score_tile_kernel<D, H><<<grid, TILE_THREADS, 0, stream>>>(a);
+        const int smem = score_tile_smem_bytes(H);
+        e              = allow_smem(score_tile_kernel<D, H>, smem);
+        if (e == cudaSuccess) {
+            score_tile_kernel<D, H><<<grid, TILE_THREADS, smem, stream>>>(a);
+        }
     }
-    return cudaGetLastError();
+    return e != cudaSuccess ? e : cudaGetLastError();
 }
 
 template <int D> static cudaError_t launch_score_d(const select_args & a, cudaStream_t stream) {
@@ -156,7 +169,8 @@ template <int D> static cudaError_t launch_score_d(const select_args & a, cudaSt
 static inline cudaError_t launch_select(select_args a, int rows, const device_limits & dev, cudaStream_t stream) {
     const int n_candidates = pick_candidates(a.n_block_max, dev);
     const int smem         = pick_smem_bytes(a.n_block_max, n_candidates);
-    cudaError_t e = allow_smem(pick_kernel, smem);
+    cudaError_t e          = allow_smem(pick_kernel, smem);
+    a.tops                 = a.keys + (size_t) rows * a.n_block_max;
     for (a.row0 = 0; a.row0 < a.n_tokens && e == cudaSuccess; a.row0 += rows) {
         a.n_rows = a.n_tokens - a.row0 < rows ? a.n_tokens - a.row0 : rows;
         e        = a.d == 64 ? launch_score_d<64>(a, stream) : launch_score_d<128>(a, stream);

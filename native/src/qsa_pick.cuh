@@ -1,9 +1,11 @@
 // The ntop best keys of a token as an ascending list. One CTA per token. Order is (key descending, block ascending), which
 // is total, so no order of execution can change the list.
 //
-// Bits 30..20 of the ntop-th largest key come from a histogram over all keys; keys above that bin are in, keys of the bin
-// become candidates in shared memory, and the remaining bits are found among them. Too many candidates (ties): the same
-// rounds read the keys again. Chosen blocks are marked in a bit map, whose ordered read-out is the list.
+// First a floor that at least ntop keys reach: the ntop-th largest of the maxima of groups of 32 blocks (at least ntop
+// groups, so at least ntop keys, reach it), or, with too few groups, the bin of a histogram. Keys that reach the floor
+// become candidates in shared memory, usually little more than ntop, and three rounds of histograms over them give the
+// exact threshold. Too many candidates (ties): the rounds read all keys. Chosen blocks are marked in a bit map, whose
+// ordered read-out is the list.
 #pragma once
 
 #include "qsa_select_args.cuh"
@@ -102,21 +104,41 @@ template <typename F> static __device__ __forceinline__ void for_keys(const uint
     }
 }
 
+// Adds (key, block) of the lanes that have one to the candidates; all lanes of a warp take part. Past the end only the
+// count goes on.
+static __device__ __forceinline__ void append(bool has, uint32_t key, int block, pick_candidate * candidates,
+                                              int n_max, int * count) {
+    const uint32_t all = __ballot_sync(0xFFFFFFFF, has);
+    if (all) {
+        const int lane  = threadIdx.x % 32;
+        int       first = 0;
+        if (lane == 0) {
+            first = atomicAdd(count, __popc(all));
+        }
+        first = __shfl_sync(0xFFFFFFFF, first, 0) + __popc(all & ((1u << lane) - 1));
+        if (has && first < n_max) {
+            candidates[first] = { key, block };
+        }
+    }
+}
+
 static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_args a, int n_candidates_max) {
     extern __shared__ __align__(16) uint32_t smem_u[];
     __shared__ int warp_sums[32];
     __shared__ int found[3];
     __shared__ int n_candidates;
+    __shared__ int n_groups;
 
-    const int       n_words    = pick_map_words(a.n_block_max);
-    uint32_t *      bins       = smem_u;
-    uint32_t *      above      = bins + PICK_BINS;  // bit map of keys above the threshold
-    uint32_t *      equal      = above + n_words;   // bit map of keys equal to it
+    const int        n_words    = pick_map_words(a.n_block_max);
+    uint32_t *       bins       = smem_u;
+    uint32_t *       above      = bins + PICK_BINS;  // bit map of keys above the threshold
+    uint32_t *       equal      = above + n_words;   // bit map of keys equal to it
     pick_candidate * candidates = reinterpret_cast<pick_candidate *>(equal + n_words);
 
     const int   t    = a.row0 + blockIdx.x;
     const int   tid  = threadIdx.x;
-    const place p    = place_of(a.k_idxs, t, a.kv_size, a.log2r);
+    const int   lane = tid % 32;
+    const place p    = place_of(a.k_idxs[t], a.kv_size, a.log2r);
     int32_t *   list = a.list + (size_t) t * a.ntop;
     const int   n    = p.n_vis;
     if (n <= a.ntop) {
@@ -125,44 +147,96 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         }
         return;
     }
-    const uint32_t * keys = a.keys + (size_t) blockIdx.x * a.n_block_max;
+    const uint32_t * keys  = a.keys + (size_t) blockIdx.x * a.n_block_max;
+    const uint32_t * tops  = a.tops + (size_t) blockIdx.x * SELECT_TOPS;
+    const int        n_top = ceil_div(n, SELECT_GROUP);
+    int              dummy;
 
     clear_cta(bins, PICK_BINS + 2 * n_words);
     if (tid == 0) {
         n_candidates = 0;
+        n_groups     = 0;
     }
     __syncthreads();
-    for_keys(keys, n, [&](uint32_t key, int, bool valid) {
-        if (valid) {
-            atomicAdd(&bins[key >> 20], 1);
-        }
-    });
-    __syncthreads();
-    int            wanted = a.ntop;
-    int            count;
-    const uint32_t top    = find_bin(bins, PICK_BINS, wanted, count, warp_sums, found);
-    const bool     listed = count <= n_candidates_max;
-    __syncthreads();
-    clear_cta(bins, PICK_BINS);
-    for_keys(keys, n, [&](uint32_t key, int block, bool valid) {
-        if (valid && key >> 20 > top) {
-            atomicOr(&above[block / 32], 1u << block % 32);
-        }
-        const uint32_t mine = __ballot_sync(0xFFFFFFFF, listed && valid && key >> 20 == top);
-        if (mine) {
-            const int lane  = tid % 32;
-            int       first = 0;
-            if (lane == 0) {
-                first = atomicAdd(&n_candidates, __popc(mine));
-            }
-            first = __shfl_sync(0xFFFFFFFF, first, 0);
-            if (mine >> lane & 1) {
-                candidates[first + __popc(mine & ((1u << lane) - 1))] = { key, block };
+
+    if (n > n_candidates_max && has_tops(a) && n_top > a.ntop) {
+        // two maxima per thread, kept in registers
+        uint32_t top[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int g = tid + i * PICK_THREADS;
+            top[i]      = g < n_top ? tops[g] : 0;
+            if (g < n_top) {
+                atomicAdd(&bins[top[i] >> 20], 1);
             }
         }
-    });
+        __syncthreads();
+        int            wanted = a.ntop;
+        const uint32_t high   = find_bin(bins, PICK_BINS, wanted, dummy, warp_sums, found);
+        __syncthreads();
+        clear_cta(bins, 1024);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (tid + i * PICK_THREADS < n_top && top[i] >> 20 == high) {
+                atomicAdd(&bins[top[i] >> 10 & 1023], 1);
+            }
+        }
+        __syncthreads();
+        const uint32_t floor_key = (high << 10 | find_bin(bins, 1024, wanted, dummy, warp_sums, found)) << 10;
+        __syncthreads();
+        int * groups = reinterpret_cast<int *>(bins);  // numbers of the groups that reach the floor
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int      g   = tid + i * PICK_THREADS;
+            const bool     has = g < n_top && top[i] >= floor_key;
+            const uint32_t all = __ballot_sync(0xFFFFFFFF, has);
+            int            at  = 0;
+            if (all && lane == 0) {
+                at = atomicAdd(&n_groups, __popc(all));
+            }
+            at = __shfl_sync(0xFFFFFFFF, at, 0) + __popc(all & ((1u << lane) - 1));
+            if (has) {
+                groups[at] = g;
+            }
+        }
+        __syncthreads();
+        constexpr int batch = 8;  // groups a warp has in flight
+        for (int i0 = tid / 32; i0 < n_groups; i0 += batch * (PICK_THREADS / 32)) {
+            uint32_t key[batch];
+            int      block[batch];
+#pragma unroll
+            for (int j = 0; j < batch; ++j) {
+                const int i = i0 + j * (PICK_THREADS / 32);
+                block[j]    = i < n_groups ? groups[i] * SELECT_GROUP + lane : n;
+                key[j]      = block[j] < n ? keys[block[j]] : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < batch; ++j) {
+                append(block[j] < n && key[j] >= floor_key, key[j], block[j], candidates, n_candidates_max,
+                       &n_candidates);
+            }
+        }
+    } else {
+        uint32_t floor_key = 0;
+        if (n > n_candidates_max) {
+            for_keys(keys, n, [&](uint32_t key, int, bool valid) {
+                if (valid) {
+                    atomicAdd(&bins[key >> 20], 1);
+                }
+            });
+            __syncthreads();
+            int wanted = a.ntop;
+            floor_key  = find_bin(bins, PICK_BINS, wanted, dummy, warp_sums, found) << 20;
+        }
+        for_keys(keys, n, [&](uint32_t key, int block, bool valid) {
+            append(valid && key >= floor_key, key, block, candidates, n_candidates_max, &n_candidates);
+        });
+    }
     __syncthreads();
 
+    const int  count          = n_candidates;
+    const bool listed         = count <= n_candidates_max;
     const auto for_candidates = [&](auto && fn) {
         if (listed) {
             for (int i = tid; i < count; i += PICK_THREADS) {
@@ -170,25 +244,31 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
             }
         } else {
             for_keys(keys, n, [&](uint32_t key, int block, bool valid) {
-                if (valid && key >> 20 == top) {
+                if (valid) {
                     fn(key, block);
                 }
             });
         }
         __syncthreads();
     };
-    for_candidates([&](uint32_t key, int) { atomicAdd(&bins[key >> 10 & 1023], 1); });
-    int            dummy;
-    const uint32_t middle = top << 10 | find_bin(bins, 1024, wanted, dummy, warp_sums, found);
-    __syncthreads();
-    clear_cta(bins, 1024);
-    __syncthreads();
-    for_candidates([&](uint32_t key, int) {
-        if (key >> 10 == middle) {
-            atomicAdd(&bins[key & 1023], 1);
-        }
-    });
-    const uint32_t threshold = middle << 10 | find_bin(bins, 1024, wanted, dummy, warp_sums, found);
+    // bits 30..20, 19..10, 9..0 of the ntop-th largest key; bit 31 is a sign that is never set
+    int      wanted    = a.ntop;
+    uint32_t threshold = 0;
+    int      low       = 31;
+    for (int round = 0; round < 3; ++round) {
+        const int high   = low;
+        const int n_bins = round == 0 ? 2048 : 1024;
+        low -= round == 0 ? 11 : 10;
+        clear_cta(bins, n_bins);
+        __syncthreads();
+        for_candidates([&](uint32_t key, int) {
+            if (key >> high == threshold) {
+                atomicAdd(&bins[key >> low & (n_bins - 1)], 1);
+            }
+        });
+        threshold = threshold * n_bins + find_bin(bins, n_bins, wanted, dummy, warp_sums, found);
+        __syncthreads();
+    }
     for_candidates([&](uint32_t key, int block) {
         if (key > threshold) {
             atomicOr(&above[block / 32], 1u << block % 32);
@@ -200,18 +280,19 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
     // `wanted` of the equal ones are in, the lowest blocks first
     const int words = ceil_div(ceil_div(n, 32), PICK_THREADS);  // per thread, neighbouring
     const int w0    = tid * words;
+    const int w1    = min(w0 + words, n_words);
     int       sum   = 0;
-    for (int i = w0; i < min(w0 + words, n_words); ++i) {
+    for (int i = w0; i < w1; ++i) {
         sum += __popc(equal[i]);
     }
     int total;
     int rank = scan_cta(sum, warp_sums, total);
     sum      = 0;
-    for (int i = w0; i < min(w0 + words, n_words); ++i) {
+    for (int i = w0; i < w1; ++i) {
         uint32_t e = equal[i];
         uint32_t w = above[i];
         for (; e && rank < wanted; ++rank) {
-            w |= e & -e;
+            w |= e & (0u - e);
             e &= e - 1;
         }
         rank += __popc(e);
@@ -219,7 +300,7 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         sum += __popc(w);
     }
     int at = scan_cta(sum, warp_sums, total);
-    for (int i = w0; i < min(w0 + words, n_words); ++i) {
+    for (int i = w0; i < w1; ++i) {
         for (uint32_t w = above[i]; w; w &= w - 1) {
             list[at++] = 32 * i + __ffs(w) - 1;
         }

@@ -20,7 +20,7 @@ template <int D, int H> static __global__ void __launch_bounds__(FEW_BLOCKS) sco
     constexpr int slices = D / FEW_SLICE;
     const int     row    = blockIdx.x % a.n_rows;
     const int     block0 = blockIdx.x / a.n_rows * FEW_BLOCKS;
-    const place   p      = place_of(a.k_idxs, a.row0 + row, a.kv_size, a.log2r);
+    const place   p      = place_of(a.k_idxs[a.row0 + row], a.kv_size, a.log2r);
     if (p.n_vis <= a.ntop || block0 >= p.n_vis) {
         return;
     }
@@ -78,64 +78,62 @@ template <int D, int H> static __global__ void __launch_bounds__(FEW_BLOCKS) sco
     for (int i = 0; i < H; ++i) {
         score += relu(dot[i]);
     }
-    if ((int) threadIdx.x < n) {
-        a.keys[(size_t) row * a.n_block_max + block0 + threadIdx.x] = key_of(score);
+    const bool visible = (int) threadIdx.x < n;
+    uint32_t   top     = visible ? key_of(score) : 0;
+    if (visible) {
+        a.keys[(size_t) row * a.n_block_max + block0 + threadIdx.x] = top;
+    }
+    if (has_tops(a)) {
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) {
+            top = max(top, __shfl_xor_sync(0xFFFFFFFF, top, d));
+        }
+        if (threadIdx.x % 32 == 0 && visible) {
+            a.tops[row * SELECT_TOPS + (block0 + threadIdx.x) / SELECT_GROUP] = top;
+        }
     }
 }
 
 // ---- many tokens: a matrix product in F32 --------------------------------------------------------------------------
 
-constexpr int TILE_BLOCKS  = 128;
+constexpr int TILE_BLOCKS  = 64;
 constexpr int TILE_TOKENS  = 32;
-constexpr int TILE_SLICE   = 16;
-constexpr int TILE_THREADS = 256;
+constexpr int TILE_SLICE   = 16;  // values of a dot product per stage
+constexpr int TILE_STRIDE  = TILE_SLICE + 4;
+constexpr int TILE_STAGES  = 3;
+constexpr int TILE_THREADS = 128;
 
-template <int C> static __device__ __forceinline__ void read_columns(const float * p, float (&y)[C]) {
-    if constexpr (C % 4 == 0) {
-#pragma unroll
-        for (int j = 0; j < C; j += 4) {
-            const float4 t = *reinterpret_cast<const float4 *>(p + j);
-            y[j] = t.x, y[j + 1] = t.y, y[j + 2] = t.z, y[j + 3] = t.w;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < C; j += 2) {
-            const float2 t = *reinterpret_cast<const float2 *>(p + j);
-            y[j] = t.x, y[j + 1] = t.y;
-        }
-    }
+__host__ __device__ constexpr int score_tile_smem_bytes(int h) {
+    return TILE_STAGES * (TILE_BLOCKS + TILE_TOKENS * h) * TILE_STRIDE * 4;
 }
 
-// A CTA: 128 blocks x 32 tokens x H heads; a thread: 8 blocks x 2 tokens x H heads, so heads meet in registers.
+// A CTA: 64 blocks x 32 tokens x H heads. A thread: 8 blocks x 2 tokens x H heads, so that heads meet in registers. A
+// warp: all 64 blocks (lane % 8 + 8i) of 8 tokens, so that the maxima of groups meet in a warp.
 template <int D, int H>
-static __global__ void __launch_bounds__(TILE_THREADS, H <= 4 ? 2 : 1) score_tile_kernel(const select_args a) {
+static __global__ void __launch_bounds__(TILE_THREADS, 3) score_tile_kernel(const select_args a) {
     constexpr int cols     = TILE_TOKENS * H;
-    constexpr int x_stride = TILE_BLOCKS + 4;
-    constexpr int q_stride = cols + 4;
-    constexpr int x_loads  = TILE_BLOCKS * TILE_SLICE / 4 / TILE_THREADS;
-    constexpr int q_loads  = ceil_div(cols * TILE_SLICE / 4, TILE_THREADS);
+    constexpr int parts    = TILE_SLICE / 4;  // 16-byte pieces of a row in a stage
     constexpr int n_slices = D / TILE_SLICE;
     constexpr int C        = 2 * H;
+    constexpr int stage    = (TILE_BLOCKS + cols) * TILE_STRIDE;
 
-    __shared__ __align__(16) float x_s[2][TILE_SLICE][x_stride];
-    __shared__ __align__(16) float q_s[2][TILE_SLICE][q_stride];
-    __shared__ int64_t             base_s[TILE_TOKENS];
-    __shared__ int                 vis_s[TILE_TOKENS];
+    extern __shared__ __align__(16) float smem_f[];
+    __shared__ int64_t base_s[TILE_TOKENS];
+    __shared__ int     vis_s[TILE_TOKENS];
 
     const int n_groups = ceil_div(a.n_rows, TILE_TOKENS);
     const int row0     = blockIdx.x % n_groups * TILE_TOKENS;
     const int block0   = blockIdx.x / n_groups * TILE_BLOCKS;
     const int tid      = threadIdx.x;
-    const int warp     = tid / 32;
     const int lane     = tid % 32;
-    const int tm       = warp % 2 * 8 + lane % 8;   // blocks 4*tm .. and 64 + 4*tm ..
-    const int tn       = warp / 2 * 4 + lane / 8;   // tokens 2*tn, 2*tn + 1
+    const int tm       = lane % 8;                   // blocks tm + 8i
+    const int tn       = tid / 32 * 4 + lane / 8;    // tokens 2*tn, 2*tn + 1
 
     if (tid < TILE_TOKENS) {
         base_s[tid] = -1;
         vis_s[tid]  = 0;
         if (row0 + tid < a.n_rows) {
-            const place p = place_of(a.k_idxs, a.row0 + row0 + tid, a.kv_size, a.log2r);
+            const place p = place_of(a.k_idxs[a.row0 + row0 + tid], a.kv_size, a.log2r);
             base_s[tid]   = p.base;
             vis_s[tid]    = p.n_vis <= a.ntop ? 0 : p.n_vis;
         }
@@ -150,102 +148,101 @@ static __global__ void __launch_bounds__(TILE_THREADS, H <= 4 ? 2 : 1) score_til
         todo &= ~now;
         const float * src = a.pooled + (size_t) (base >> a.log2r) * D;
 
-        float4     x_r[x_loads], q_r[q_loads];
-        const auto load = [&](int k) {
+        // rows behind the last block or token repeat it; nobody reads what comes of them
+        const auto fetch = [&](int slice) {
+            float *   x = smem_f + slice % TILE_STAGES * stage;
+            const int e = tid % parts * 4;
 #pragma unroll
-            for (int i = 0; i < x_loads; ++i) {
-                const int n = i * TILE_THREADS + tid;
-                const int b = min(block0 + n / (TILE_SLICE / 4), a.n_block_max - 1);
-                x_r[i] = *reinterpret_cast<const float4 *>(src + (size_t) b * D + k + n % (TILE_SLICE / 4) * 4);
+            for (int i = 0; i < TILE_BLOCKS * parts / TILE_THREADS; ++i) {
+                const int b = i * (TILE_THREADS / parts) + tid / parts;
+                copy_async<16>(x + b * TILE_STRIDE + e,
+                               src + min(block0 + b, a.n_block_max - 1) * (size_t) D + slice * TILE_SLICE + e);
             }
 #pragma unroll
-            for (int i = 0; i < q_loads; ++i) {
-                const int n   = i * TILE_THREADS + tid;
-                const int col = n / (TILE_SLICE / 4);
-                const int row = row0 + col / H;
-                q_r[i]        = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (col < cols && row < a.n_rows) {
-                    q_r[i] = *reinterpret_cast<const float4 *>(a.q + (a.row0 + row) * a.q_token + col % H * a.q_head +
-                                                               k + n % (TILE_SLICE / 4) * 4);
-                }
-            }
-        };
-        const auto store = [&](int stage) {
-#pragma unroll
-            for (int i = 0; i < x_loads; ++i) {
-                const int n = i * TILE_THREADS + tid;
-                float *   p = &x_s[stage][n % (TILE_SLICE / 4) * 4][n / (TILE_SLICE / 4)];
-                p[0]            = x_r[i].x;
-                p[x_stride]     = x_r[i].y;
-                p[2 * x_stride] = x_r[i].z;
-                p[3 * x_stride] = x_r[i].w;
-            }
-#pragma unroll
-            for (int i = 0; i < q_loads; ++i) {
-                const int n = i * TILE_THREADS + tid;
-                if (n / (TILE_SLICE / 4) < cols) {
-                    float * p = &q_s[stage][n % (TILE_SLICE / 4) * 4][n / (TILE_SLICE / 4)];
-                    p[0]            = q_r[i].x;
-                    p[q_stride]     = q_r[i].y;
-                    p[2 * q_stride] = q_r[i].z;
-                    p[3 * q_stride] = q_r[i].w;
-                }
+            for (int i = 0; i < ceil_div(cols * parts, TILE_THREADS); ++i) {
+                const int col = i * (TILE_THREADS / parts) + tid / parts;
+                const int row = a.row0 + min(row0 + col / H, a.n_rows - 1);
+                copy_async<16>(x + (TILE_BLOCKS + col) * TILE_STRIDE + e,
+                               a.q + row * a.q_token + col % H * a.q_head + slice * TILE_SLICE + e);
             }
         };
 
         float dot[8][C] = {};
-        load(0);
-        __syncthreads();
-        store(0);
-        __syncthreads();
+        __syncthreads();  // the pass before is done with the stages
+#pragma unroll
+        for (int k = 0; k < TILE_STAGES - 1; ++k) {
+            fetch(k);
+            commit_async();
+        }
 #pragma unroll 1
         for (int k = 0; k < n_slices; ++k) {
-            if (k + 1 < n_slices) {
-                load((k + 1) * TILE_SLICE);
+            wait_async<TILE_STAGES - 2>();
+            __syncthreads();
+            if (k + TILE_STAGES - 1 < n_slices) {
+                fetch(k + TILE_STAGES - 1);
             }
-#pragma unroll
-            for (int e = 0; e < TILE_SLICE; ++e) {
-                float        x[8], y[C];
-                const float4 x0 = *reinterpret_cast<const float4 *>(&x_s[k & 1][e][4 * tm]);
-                const float4 x1 = *reinterpret_cast<const float4 *>(&x_s[k & 1][e][64 + 4 * tm]);
-                x[0] = x0.x, x[1] = x0.y, x[2] = x0.z, x[3] = x0.w;
-                x[4] = x1.x, x[5] = x1.y, x[6] = x1.z, x[7] = x1.w;
-                read_columns<C>(&q_s[k & 1][e][C * tn], y);
+            commit_async();
+            const float * x_s = smem_f + k % TILE_STAGES * stage + tm * TILE_STRIDE;
+            const float * q_s = smem_f + k % TILE_STAGES * stage + (TILE_BLOCKS + C * tn) * TILE_STRIDE;
+#pragma unroll 1  // one round of loads at a time, or they push the sums out of the registers
+            for (int e = 0; e < TILE_SLICE; e += 4) {
+                float4 x[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
+                    x[i] = *reinterpret_cast<const float4 *>(x_s + 8 * i * TILE_STRIDE + e);
+                }
 #pragma unroll
-                    for (int j = 0; j < C; ++j) {
-                        dot[i][j] = fmaf(x[i], y[j], dot[i][j]);
+                for (int j = 0; j < C; ++j) {
+                    const float4 y = *reinterpret_cast<const float4 *>(q_s + j * TILE_STRIDE + e);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        dot[i][j] = fmaf(x[i].x, y.x, dot[i][j]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        dot[i][j] = fmaf(x[i].y, y.y, dot[i][j]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        dot[i][j] = fmaf(x[i].z, y.z, dot[i][j]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        dot[i][j] = fmaf(x[i].w, y.w, dot[i][j]);
                     }
                 }
             }
-            if (k + 1 < n_slices) {
-                store((k + 1) & 1);
-            }
-            __syncthreads();
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int row = 2 * tn + j;
-            if (!(now >> row & 1)) {
-                continue;
-            }
+            const int  row  = 2 * tn + j;
+            const int  vis  = now >> row & 1 ? vis_s[row] : 0;
             uint32_t * keys = a.keys + (size_t) (row0 + row) * a.n_block_max;
 #pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                uint32_t key[4];
+            for (int half = 0; half < 2; ++half) {
+                uint32_t top = 0;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
+                for (int i = 4 * half; i < 4 * half + 4; ++i) {
                     float score = 0.0f;
 #pragma unroll
                     for (int t = 0; t < H; ++t) {
-                        score += relu(dot[i + e][j * H + t]);
+                        score += relu(dot[i][j * H + t]);
                     }
-                    key[e] = key_of(score);
+                    const int b = block0 + 8 * i + tm;
+                    if (b < vis) {
+                        keys[b] = key_of(score);
+                        top     = max(top, key_of(score));
+                    }
                 }
-                const int b = block0 + 16 * i + 4 * tm;  // n_block_max is a multiple of 4
-                if (b < a.n_block_max) {
-                    *reinterpret_cast<uint4 *>(keys + b) = make_uint4(key[0], key[1], key[2], key[3]);
+                if (has_tops(a)) {
+#pragma unroll
+                    for (int d = 4; d > 0; d /= 2) {
+                        top = max(top, __shfl_xor_sync(0xFFFFFFFF, top, d));
+                    }
+                    const int b = block0 + SELECT_GROUP * half;
+                    if (tm == 0 && b < vis) {
+                        a.tops[(row0 + row) * SELECT_TOPS + b / SELECT_GROUP] = top;
+                    }
                 }
             }
         }

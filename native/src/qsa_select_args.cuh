@@ -13,9 +13,18 @@ struct select_args {
     const int64_t * k_idxs;
     int32_t *       list;  // [ntop, T]
     uint32_t *      keys;  // [n_block_max, rows]
+    uint32_t *      tops;  // [SELECT_TOPS, rows]: largest key of every SELECT_GROUP visible blocks
     int             d, h, n_tokens, ntop, log2r, kv_size, n_block_max;
     int             row0, n_rows;  // tokens of this chunk
 };
+
+constexpr int SELECT_GROUP = 32;
+constexpr int SELECT_TOPS  = 2048;
+
+// Longer caches than this have no group maxima: their workspace has no room for them.
+static __host__ __device__ inline bool has_tops(const select_args & a) {
+    return a.n_block_max <= SELECT_GROUP * SELECT_TOPS;
+}
 
 // Scores are not negative, so their bits compare like the values.
 static __device__ __forceinline__ uint32_t key_of(float score) {

@@ -90,6 +90,13 @@ static __device__ __forceinline__ half4 scaled(half4 q, __half d) {
     return { as_u32(__hmul2(as_half2(q.lo), d2)), as_u32(__hmul2(as_half2(q.hi), d2)) };
 }
 
+// One rounding, as of the exact value.
+static __device__ __forceinline__ half4 shifted(half4 q, __half d, __half m) {
+    const __half2 d2 = __half2half2(d);
+    const __half2 m2 = __half2half2(m);
+    return { as_u32(__hfma2(as_half2(q.lo), d2, m2)), as_u32(__hfma2(as_half2(q.hi), d2, m2)) };
+}
+
 static __device__ __forceinline__ float4 scaled_f(half4 q, float d, float m) {
     const float2 a = unpack_half2(q.lo);
     const float2 b = unpack_half2(q.hi);
@@ -123,10 +130,10 @@ static __device__ __forceinline__ uint32_t iq4_nl_bytes(uint32_t code) {
 // Values blk*32 + e .. + 3 of a row. `row` must be 4-byte aligned; e is a multiple of 4.
 template <int type> struct reader {
     // integer part, scale and offset of the quantised types
-    static __device__ __forceinline__ half4 codes(const char * row, int blk, int e, float & d, float & m) {
+    static __device__ __forceinline__ half4 codes(const char * row, int blk, int e, __half & d, __half & m) {
         const int b = blk * block_bytes(type);
-        m           = 0.0f;
-        d           = __half2float(half_at(row, b));
+        m           = __ushort_as_half(0);
+        d           = half_at(row, b);
         if constexpr (type == T_Q8_0) {
             return bytes_to_half4<128>(word_at(row, b + 2, e) ^ 0x80808080);
         } else if constexpr (type == T_Q4_0) {
@@ -134,13 +141,13 @@ template <int type> struct reader {
         } else if constexpr (type == T_IQ4_NL) {
             return bytes_to_half4<128>(iq4_nl_bytes(nibbles(row, b + 2, e)));
         } else if constexpr (type == T_Q4_1) {
-            m = __half2float(half_at(row, b + 2));
+            m = half_at(row, b + 2);
             return bytes_to_half4<0>(nibbles(row, b + 4, e));
         } else if constexpr (type == T_Q5_0) {
             return bytes_to_half4<16>(nibbles(row, b + 6, e) | fifth_bits(row, b + 2, e));
         } else {
             static_assert(type == T_Q5_1, "cache type without a reader");
-            m = __half2float(half_at(row, b + 2));
+            m = half_at(row, b + 2);
             return bytes_to_half4<0>(nibbles(row, b + 8, e) | fifth_bits(row, b + 4, e));
         }
     }
@@ -158,9 +165,9 @@ template <int type> struct reader {
             return make_float4(__uint_as_float(w.x << 16), __uint_as_float(w.x & 0xFFFF0000),
                                __uint_as_float(w.y << 16), __uint_as_float(w.y & 0xFFFF0000));
         } else {
-            float       d, m;
+            __half      d, m;
             const half4 q = codes(row, blk, e, d, m);
-            return scaled_f(q, d, m);
+            return scaled_f(q, __half2float(d), __half2float(m));
         }
     }
 
@@ -168,9 +175,14 @@ template <int type> struct reader {
         if constexpr (type == T_F16) {
             const uint2 w = *reinterpret_cast<const uint2 *>(row + (blk * 32 + e) * 2);
             return { w.x, w.y };
-        } else if constexpr (type == T_Q8_0) {
-            const int b = blk * block_bytes(type);
-            return scaled(bytes_to_half4<128>(word_at(row, b + 2, e) ^ 0x80808080), half_at(row, b));
+        } else if constexpr (type == T_Q4_1 || type == T_Q5_1) {
+            __half      d, m;
+            const half4 q = codes(row, blk, e, d, m);
+            return shifted(q, d, m);
+        } else if constexpr (type != T_F32 && type != T_BF16) {
+            __half      d, m;
+            const half4 q = codes(row, blk, e, d, m);
+            return scaled(q, d);
         } else {
             const float4 v = f(row, blk, e);
             return { pack_half2(v.x, v.y), pack_half2(v.z, v.w) };
@@ -196,15 +208,14 @@ template <typename F> static __device__ __forceinline__ void for_type(int type, 
     }
 }
 
-// Where token t stands.
+// Where a token stands, from its global cell.
 struct place {
     int64_t base;   // first cell of its stream
     int     n_vis;  // complete blocks it sees
     int     tail;   // cells behind them, itself included
 };
 
-static __device__ __forceinline__ place place_of(const int64_t * k_idxs, int t, int kv_size, int log2r) {
-    const int64_t idx = k_idxs[t];
+static __device__ __forceinline__ place place_of(int64_t idx, int kv_size, int log2r) {
     // a 64-bit division is slow; caches below 2^31 cells need none
     const int c = idx < 0x7FFFFFFF ? (int) ((uint32_t) idx % (uint32_t) kv_size) : (int) (idx % kv_size);
     return { idx - c, (c + 1) >> log2r, (c + 1) & ((1 << log2r) - 1) };
