@@ -28,7 +28,7 @@ def load(path: str) -> None:
     LIB = ctypes.CDLL(path)
     LIB.qsa_attn.argtypes = [P, Z, Z, P, Z, P, Z, P, P, P, P] + [I] * 10 + [F, I, P]
     LIB.qsa_pool.argtypes = [P, Z, I, P, P, P] + [I] * 5 + [F, F, P]
-    LIB.qsa_select.argtypes = [P, Z, Z, P, P, P, P] + [I] * 8 + [P]
+    LIB.qsa_select.argtypes = [P, Z, Z, P, P, P, P] + [I] * 9 + [P]
 
 
 def must(rc: int) -> None:
@@ -225,6 +225,8 @@ def check_pool(small: bool) -> None:
 # ---- SELECT ----
 
 class Select:
+    force_cc = 0
+
     def __init__(self, d: int, h: int, kv_size: int, n_stream: int, ntop: int, r: int = 4) -> None:
         self.d, self.h, self.kv_size, self.n_stream, self.ntop, self.r = d, h, kv_size, n_stream, ntop, r
         self.nb = kv_size // r
@@ -242,7 +244,7 @@ class Select:
     def run(self, what: int = 3) -> None:
         must(LIB.qsa_select(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.pooled.data.ptr, self.idx.data.ptr,
                             self.list.data.ptr, self.keys.data.ptr, self.d, self.h, self.t, self.ntop,
-                            self.r.bit_length() - 1, self.kv_size, self.rows, what, stream()))
+                            self.r.bit_length() - 1, self.kv_size, self.rows, what, self.force_cc, stream()))
 
     def compare(self) -> tuple[int, int, int]:
         """(tokens whose list is wrong, blocks swapped within 1e-5 of the edge, blocks swapped elsewhere)."""
@@ -285,6 +287,11 @@ def check_select(small: bool) -> None:
             x.keys.fill(0xFFFFFFFF)
             x.run()
             note(f"select d={d} h={h} T={n} twice", bool((lists == x.list).all()))
+            x.force_cc = 750
+            x.list.fill(-7)
+            x.run()
+            note(f"select d={d} h={h} T={n} equals sm75", bool((lists == x.list).all()))
+            x.force_cc = 0
             # every token alone: the other kernel, the same bits
             alone = Select.__new__(Select)
             alone.__dict__.update(x.__dict__)

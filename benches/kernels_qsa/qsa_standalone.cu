@@ -34,26 +34,19 @@ extern "C" int qsa_pool(const void * raw, size_t raw_row, int raw_type, float * 
     return pool_supported(d, n_rot, log2r) ? launch_pool(a, 132, stream) : -1;
 }
 
-// what: 3 both, 1 scores only, 2 picking only
+// what: 3 both, 1 scores only, 2 picking only (of the first chunk)
 extern "C" int qsa_select(const float * q, size_t q_head, size_t q_token, const float * pooled, const int64_t * k_idxs,
                           int32_t * list, uint32_t * keys, int d, int h, int n_tokens, int ntop, int log2r, int kv_size,
-                          int rows, int what, cudaStream_t stream) {
-    select_args a = { q, q_head, q_token, pooled, k_idxs, list, keys, keys + (size_t) rows * (kv_size >> log2r), d, h, n_tokens, ntop, log2r, kv_size,
-                      kv_size >> log2r, 0, 0 };
-    const device_limits dev = limits(0);
+                          int rows, int what, int force_cc, cudaStream_t stream) {
+    select_args a = { q, q_head, q_token, pooled, k_idxs, list, keys, keys + (size_t) rows * (kv_size >> log2r), d, h,
+                      n_tokens, ntop, log2r, kv_size, kv_size >> log2r, 0, rows < n_tokens ? rows : n_tokens };
+    const device_limits dev = limits(force_cc);
     if (!select_supported(d, h, ntop, log2r, a.n_block_max, dev)) {
         return -1;
     }
-    if (what == 3) {
-        return launch_select(a, rows, dev, stream);
+    switch (what) {
+        case 1:  return launch_scores(a, dev, stream);
+        case 2:  return launch_pick(a, dev, stream);
+        default: return launch_select(a, rows, dev, stream);
     }
-    a.n_rows = rows < n_tokens ? rows : n_tokens;
-    if (what == 1) {
-        return d == 64 ? launch_score_d<64>(a, stream) : launch_score_d<128>(a, stream);
-    }
-    const int n_candidates = pick_candidates(a.n_block_max, dev);
-    const int smem         = pick_smem_bytes(a.n_block_max, n_candidates);
-    allow_smem(pick_kernel, smem);
-    pick_kernel<<<a.n_rows, PICK_THREADS, smem, stream>>>(a, n_candidates);
-    return cudaGetLastError();
 }

@@ -125,25 +125,29 @@ static inline cudaError_t launch_pool(const pool_args & a, int n_sm, cudaStream_
 
 // ---- SELECT --------------------------------------------------------------------------------------------------------
 
-constexpr int SELECT_FEW = 16;  // up to this many tokens each reads the keys for itself
+constexpr int SELECT_FEW = 8;  // up to this many tokens each reads the keys for itself
 
 static inline int pick_candidates(int n_block_max, const device_limits & dev) {
-    const int fixed = pick_smem_bytes(n_block_max, 0) + 512;  // and the static part
+    const int fixed = pick_smem_bytes(n_block_max, 0) + 4096;  // and the static part
     const int n     = ((int) dev.smem_block - fixed) / (int) sizeof(pick_candidate);
     return n < 0 ? 0 : n > 4096 ? 4096 : n;
 }
 
 static inline bool select_supported(int d, int h, int ntop, int log2r, int n_block_max, const device_limits & dev) {
-    return (d == 64 || d == 128) && h >= 1 && h <= 4 && ntop <= 1024 && log2r >= 1 && log2r <= 4 &&
+    return (d == 64 || d == PICK_MAX_D) && h >= 1 && h <= MMA_HEADS && ntop <= 1024 && log2r >= 1 && log2r <= 4 &&
            n_block_max % 4 == 0 && n_block_max < (1 << 24) && pick_candidates(n_block_max, dev) > 0;
+}
+
+// Scores in F16 first, exact ones for what may be chosen. Wants tensor cores and room for the bounds.
+static inline bool uses_bounds(const select_args & a, const device_limits & dev) {
+    return dev.cc >= 800 && a.n_tokens > SELECT_FEW && has_tops(a) && a.n_block_max >= SELECT_GROUP;
 }
 
 template <int D, int H> static cudaError_t launch_score(const select_args & a, cudaStream_t stream) {
     cudaError_t e = cudaSuccess;
     if (a.n_tokens <= SELECT_FEW) {
         const int grid = a.n_rows * ceil_div(a.n_block_max, FEW_BLOCKS);
-        const int smem = score_few_smem_bytes<D>(H);
-        score_few_kernel<D, H><<<grid, FEW_BLOCKS, smem, stream>>>(a);
+        score_few_kernel<D, H><<<grid, FEW_BLOCKS, score_few_smem_bytes<D>(H), stream>>>(a);
     } else {
         const int grid = ceil_div(a.n_rows, TILE_TOKENS) * ceil_div(a.n_block_max, TILE_BLOCKS);
         const int smem = score_tile_smem_bytes(H);
@@ -155,7 +159,16 @@ template <int D, int H> static cudaError_t launch_score(const select_args & a, c
     return e != cudaSuccess ? e : cudaGetLastError();
 }
 
-template <int D> static cudaError_t launch_score_d(const select_args & a, cudaStream_t stream) {
+template <int D> static cudaError_t launch_score_d(const select_args & a, const device_limits & dev, cudaStream_t stream) {
+    if (uses_bounds(a, dev)) {
+        const int         grid = ceil_div(a.n_rows, MMA_TOKENS) * ceil_div(a.n_block_max, MMA_BLOCKS);
+        const cudaError_t e    = allow_smem(score_mma_kernel<D>, score_mma_smem_bytes(D));
+        if (e != cudaSuccess) {
+            return e;
+        }
+        score_mma_kernel<D><<<grid, MMA_WARPS * 32, score_mma_smem_bytes(D), stream>>>(a);
+        return cudaGetLastError();
+    }
     switch (a.h) {
         case 1:  return launch_score<D, 1>(a, stream);
         case 2:  return launch_score<D, 2>(a, stream);
@@ -165,18 +178,31 @@ template <int D> static cudaError_t launch_score_d(const select_args & a, cudaSt
     }
 }
 
+static inline cudaError_t launch_scores(const select_args & a, const device_limits & dev, cudaStream_t stream) {
+    return a.d == 64 ? launch_score_d<64>(a, dev, stream) : launch_score_d<128>(a, dev, stream);
+}
+
+static inline cudaError_t launch_pick(const select_args & a, const device_limits & dev, cudaStream_t stream) {
+    const int         n_candidates = pick_candidates(a.n_block_max, dev);
+    const int         smem         = pick_smem_bytes(a.n_block_max, n_candidates);
+    const auto        kernel       = uses_bounds(a, dev) ? pick_kernel<true> : pick_kernel<false>;
+    const cudaError_t e            = allow_smem(kernel, smem);
+    if (e != cudaSuccess) {
+        return e;
+    }
+    kernel<<<a.n_rows, PICK_THREADS, smem, stream>>>(a, n_candidates);
+    return cudaGetLastError();
+}
+
 // `rows`: tokens that share the workspace at a time.
 static inline cudaError_t launch_select(select_args a, int rows, const device_limits & dev, cudaStream_t stream) {
-    const int n_candidates = pick_candidates(a.n_block_max, dev);
-    const int smem         = pick_smem_bytes(a.n_block_max, n_candidates);
-    cudaError_t e          = allow_smem(pick_kernel, smem);
-    a.tops                 = a.keys + (size_t) rows * a.n_block_max;
+    cudaError_t e = cudaSuccess;
+    a.tops        = a.keys + (size_t) rows * a.n_block_max;
     for (a.row0 = 0; a.row0 < a.n_tokens && e == cudaSuccess; a.row0 += rows) {
         a.n_rows = a.n_tokens - a.row0 < rows ? a.n_tokens - a.row0 : rows;
-        e        = a.d == 64 ? launch_score_d<64>(a, stream) : launch_score_d<128>(a, stream);
+        e        = launch_scores(a, dev, stream);
         if (e == cudaSuccess) {
-            pick_kernel<<<a.n_rows, PICK_THREADS, smem, stream>>>(a, n_candidates);
-            e = cudaGetLastError();
+            e = launch_pick(a, dev, stream);
         }
     }
     return e;

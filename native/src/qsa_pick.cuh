@@ -6,9 +6,12 @@
 // become candidates in shared memory, usually little more than ntop, and three rounds of histograms over them give the
 // exact threshold. Too many candidates (ties): the rounds read all keys. Chosen blocks are marked in a bit map, whose
 // ordered read-out is the list.
+//
+// With `bounds` the keys are upper bounds: the floor then comes from lower bounds, and candidates get their exact scores
+// here (all blocks do, if there are too many candidates).
 #pragma once
 
-#include "qsa_select_args.cuh"
+#include "qsa_score_mma.cuh"
 
 namespace qsa {
 
@@ -80,15 +83,26 @@ static __device__ __forceinline__ void clear_cta(uint32_t * p, int n) {
     }
 }
 
+// Four neighbouring keys; upper bounds become floats again.
+template <bool bounds> static __device__ __forceinline__ uint4 four_keys(const uint32_t * keys, int i) {
+    if constexpr (bounds) {
+        const uint2 w = *reinterpret_cast<const uint2 *>(reinterpret_cast<const uint16_t *>(keys) + i);
+        return make_uint4(w.x << 16, w.x & 0xFFFF0000, w.y << 16, w.y & 0xFFFF0000);
+    } else {
+        return *reinterpret_cast<const uint4 *>(keys + i);
+    }
+}
+
 // Calls fn(key, block, is_valid) for all keys; every lane of a warp takes part in every call.
-template <typename F> static __device__ __forceinline__ void for_keys(const uint32_t * keys, int n, F && fn) {
+template <bool bounds, typename F>
+static __device__ __forceinline__ void for_keys(const uint32_t * keys, int n, F && fn) {
     constexpr int step = PICK_THREADS * 4;
     for (int i0 = 0; i0 < n; i0 += 4 * step) {
         uint4 w[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int i = i0 + j * step + 4 * threadIdx.x;
-            w[j]        = i < n ? *reinterpret_cast<const uint4 *>(keys + i) : make_uint4(0, 0, 0, 0);
+            w[j]        = i < n ? four_keys<bounds>(keys, i) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -104,30 +118,85 @@ template <typename F> static __device__ __forceinline__ void for_keys(const uint
     }
 }
 
-// Adds (key, block) of the lanes that have one to the candidates; all lanes of a warp take part. Past the end only the
-// count goes on.
-static __device__ __forceinline__ void append(bool has, uint32_t key, int block, pick_candidate * candidates,
-                                              int n_max, int * count) {
-    const uint32_t all = __ballot_sync(0xFFFFFFFF, has);
-    if (all) {
-        const int lane  = threadIdx.x % 32;
-        int       first = 0;
-        if (lane == 0) {
-            first = atomicAdd(count, __popc(all));
+// Adds the lanes' n (key, block) for which has[j] to the candidates; all lanes of a warp take part. One atomic for all n:
+// it is the slow part. Past the end of the list only the count goes on.
+template <int n>
+static __device__ __forceinline__ void append(const bool (&has)[n], const uint32_t (&key)[n], const int (&block)[n],
+                                              pick_candidate * candidates, int n_max, int * count) {
+    const int lane = threadIdx.x % 32;
+    uint32_t  all[n];
+    int       sum = 0;
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+        all[j] = __ballot_sync(0xFFFFFFFF, has[j]);
+        sum += __popc(all[j]);
+    }
+    if (sum == 0) {
+        return;
+    }
+    int at = 0;
+    if (lane == 0) {
+        at = atomicAdd(count, sum);
+    }
+    at = __shfl_sync(0xFFFFFFFF, at, 0);
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+        const int i = at + __popc(all[j] & ((1u << lane) - 1));
+        if (has[j] && i < n_max) {
+            candidates[i] = { key[j], block[j] };
         }
-        first = __shfl_sync(0xFFFFFFFF, first, 0) + __popc(all & ((1u << lane) - 1));
-        if (has && first < n_max) {
-            candidates[first] = { key, block };
+        at += __popc(all[j]);
+    }
+}
+
+constexpr int PICK_MAX_D = 128;  // of exact scores
+
+// Exact scores of blocks block_of(0 .. n-1), given to give(i, key). Four lanes share a block, one head each.
+template <typename B, typename G>
+static __device__ __forceinline__ void exact_scores(const select_args & a, const float * pooled, const float * q_s, int n,
+                                                    B && block_of, G && give) {
+    const int     lane = threadIdx.x % 32;
+    const int     head = lane % MMA_HEADS;
+    const float * y_s  = q_s + min(head, a.h - 1) * (a.d + 4);
+    for (int i0 = 0; i0 + (int) threadIdx.x / 32 * 8 < n; i0 += PICK_THREADS / MMA_HEADS) {
+        const int     i = i0 + threadIdx.x / MMA_HEADS;
+        const float * p = pooled + (size_t) block_of(min(i, n - 1)) * a.d;
+        float         dot = 0.0f;
+        for (int e0 = 0; e0 < a.d; e0 += 32) {
+            float4 x[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                x[j] = *reinterpret_cast<const float4 *>(p + e0 + 4 * j);
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float4 y = *reinterpret_cast<const float4 *>(y_s + e0 + 4 * j);
+                dot            = fmaf(x[j].x, y.x, dot);
+                dot            = fmaf(x[j].y, y.y, dot);
+                dot            = fmaf(x[j].z, y.z, dot);
+                dot            = fmaf(x[j].w, y.w, dot);
+            }
+        }
+        dot         = relu(dot);
+        float score = 0.0f;
+        for (int j = 0; j < a.h; ++j) {
+            score += __shfl_sync(0xFFFFFFFF, dot, (lane & ~(MMA_HEADS - 1)) + j);
+        }
+        if (i < n && head == 0) {
+            give(i, key_of(score));
         }
     }
 }
 
+template <bool bounds>
 static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_args a, int n_candidates_max) {
     extern __shared__ __align__(16) uint32_t smem_u[];
     __shared__ int warp_sums[32];
     __shared__ int found[3];
     __shared__ int n_candidates;
     __shared__ int n_groups;
+    __shared__ int top_norm;  // bits of a float
+    __shared__ __align__(16) float q_s[bounds ? MMA_HEADS * (PICK_MAX_D + 4) : 4];
 
     const int        n_words    = pick_map_words(a.n_block_max);
     uint32_t *       bins       = smem_u;
@@ -138,7 +207,9 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
     const int   t    = a.row0 + blockIdx.x;
     const int   tid  = threadIdx.x;
     const int   lane = tid % 32;
-    const place p    = place_of(a.k_idxs[t], a.kv_size, a.log2r);
+    const int64_t idx = a.k_idxs[t];
+    clear_cta(bins, PICK_BINS + 2 * n_words);  // while the position travels
+    const place p    = place_of(idx, a.kv_size, a.log2r);
     int32_t *   list = a.list + (size_t) t * a.ntop;
     const int   n    = p.n_vis;
     if (n <= a.ntop) {
@@ -147,19 +218,27 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         }
         return;
     }
-    const uint32_t * keys  = a.keys + (size_t) blockIdx.x * a.n_block_max;
+    uint32_t *       keys  = a.keys + (size_t) blockIdx.x * a.n_block_max;
     const uint32_t * tops  = a.tops + (size_t) blockIdx.x * SELECT_TOPS;
     const int        n_top = ceil_div(n, SELECT_GROUP);
     int              dummy;
 
-    clear_cta(bins, PICK_BINS + 2 * n_words);
     if (tid == 0) {
         n_candidates = 0;
         n_groups     = 0;
+        top_norm     = 0;
+    }
+    if constexpr (bounds) {
+        for (int i = tid; i < a.h * a.d / 4; i += PICK_THREADS) {
+            const int head = i / (a.d / 4);
+            const int e    = i % (a.d / 4) * 4;
+            *reinterpret_cast<float4 *>(q_s + head * (a.d + 4) + e) =
+                *reinterpret_cast<const float4 *>(a.q + t * a.q_token + head * a.q_head + e);
+        }
     }
     __syncthreads();
 
-    if (n > n_candidates_max && has_tops(a) && n_top > a.ntop) {
+    if ((bounds || n > n_candidates_max) && has_tops(a) && n_top > a.ntop) {
         // two maxima per thread, kept in registers
         uint32_t top[2];
 #pragma unroll
@@ -189,6 +268,9 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int      g   = tid + i * PICK_THREADS;
+            if (bounds && g < n_top) {
+                top[i] = bound_uppers(a, blockIdx.x)[g];
+            }
             const bool     has = g < n_top && top[i] >= floor_key;
             const uint32_t all = __ballot_sync(0xFFFFFFFF, has);
             int            at  = 0;
@@ -205,22 +287,25 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         for (int i0 = tid / 32; i0 < n_groups; i0 += batch * (PICK_THREADS / 32)) {
             uint32_t key[batch];
             int      block[batch];
+            bool     has[batch];
 #pragma unroll
             for (int j = 0; j < batch; ++j) {
                 const int i = i0 + j * (PICK_THREADS / 32);
                 block[j]    = i < n_groups ? groups[i] * SELECT_GROUP + lane : n;
-                key[j]      = block[j] < n ? keys[block[j]] : 0;
+                key[j]      = block[j] >= n ? 0 :
+                              bounds        ? (uint32_t) bound_keys(a, blockIdx.x)[block[j]] << 16 :
+                                              keys[block[j]];
             }
 #pragma unroll
             for (int j = 0; j < batch; ++j) {
-                append(block[j] < n && key[j] >= floor_key, key[j], block[j], candidates, n_candidates_max,
-                       &n_candidates);
+                has[j] = block[j] < n && key[j] >= floor_key;
             }
+            append(has, key, block, candidates, n_candidates_max, &n_candidates);
         }
     } else {
         uint32_t floor_key = 0;
-        if (n > n_candidates_max) {
-            for_keys(keys, n, [&](uint32_t key, int, bool valid) {
+        if (bounds || n > n_candidates_max) {
+            for_keys<bounds>(keys, n, [&](uint32_t key, int, bool valid) {
                 if (valid) {
                     atomicAdd(&bins[key >> 20], 1);
                 }
@@ -228,22 +313,63 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
             __syncthreads();
             int wanted = a.ntop;
             floor_key  = find_bin(bins, PICK_BINS, wanted, dummy, warp_sums, found) << 20;
+            if constexpr (bounds) {
+                // the other four bits of an upper bound
+                __syncthreads();
+                clear_cta(bins, 16);
+                for (int i = tid; i < n_top; i += PICK_THREADS) {
+                    atomicMax(&top_norm, __float_as_int(bound_norms(a, blockIdx.x)[i]));
+                }
+                __syncthreads();
+                for_keys<bounds>(keys, n, [&](uint32_t key, int, bool valid) {
+                    if (valid && key >> 20 == floor_key >> 20) {
+                        atomicAdd(&bins[key >> 16 & 15], 1);
+                    }
+                });
+                __syncthreads();
+                floor_key |= find_bin(bins, 16, wanted, dummy, warp_sums, found) << 16;
+                // ntop blocks have such an upper bound; 0.992 undoes its rounding up, two errors make it a lower bound
+                const float error = score_error(query_norm(a, t), __int_as_float(top_norm));
+                floor_key         = key_of(fmaxf(0.0f, 0.992f * __uint_as_float(floor_key) - 2.0f * error));
+            }
         }
-        for_keys(keys, n, [&](uint32_t key, int block, bool valid) {
-            append(valid && key >= floor_key, key, block, candidates, n_candidates_max, &n_candidates);
-        });
+        constexpr int step = PICK_THREADS * 4;
+        for (int i0 = 0; i0 < n; i0 += step) {
+            const int      i        = i0 + 4 * tid;
+            const uint4    w        = i < n ? four_keys<bounds>(keys, i) : make_uint4(0, 0, 0, 0);
+            const uint32_t key[4]   = { w.x, w.y, w.z, w.w };
+            const int      block[4] = { i, i + 1, i + 2, i + 3 };
+            bool           has[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                has[j] = block[j] < n && key[j] >= floor_key;
+            }
+            append(has, key, block, candidates, n_candidates_max, &n_candidates);
+        }
     }
     __syncthreads();
 
     const int  count          = n_candidates;
     const bool listed         = count <= n_candidates_max;
+    if constexpr (bounds) {
+        const float * pooled = a.pooled + first_block(p, a.log2r) * a.d;
+        if (listed) {
+            exact_scores(
+                a, pooled, q_s, count, [&](int i) { return candidates[i].block; },
+                [&](int i, uint32_t key) { candidates[i].key = key; });
+        } else {
+            exact_scores(
+                a, pooled, q_s, n, [](int i) { return i; }, [&](int i, uint32_t key) { keys[i] = key; });
+        }
+        __syncthreads();
+    }
     const auto for_candidates = [&](auto && fn) {
         if (listed) {
             for (int i = tid; i < count; i += PICK_THREADS) {
                 fn(candidates[i].key, candidates[i].block);
             }
         } else {
-            for_keys(keys, n, [&](uint32_t key, int block, bool valid) {
+            for_keys<false>(keys, n, [&](uint32_t key, int block, bool valid) {
                 if (valid) {
                     fn(key, block);
                 }

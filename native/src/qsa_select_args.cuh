@@ -26,6 +26,21 @@ static __host__ __device__ inline bool has_tops(const select_args & a) {
     return a.n_block_max <= SELECT_GROUP * SELECT_TOPS;
 }
 
+// When scores are bounds (qsa_score_mma.cuh), a row of keys holds: upper bounds u16 [n_block_max], the upper 16 bits of a
+// float, then per group the largest upper bound u32 [n_block_max/32] and the largest norm of a key f32 [n_block_max/32];
+// tops holds the largest lower bound. Half of a row is more than enough for the two.
+static __device__ __forceinline__ uint16_t * bound_keys(const select_args & a, int row) {
+    return reinterpret_cast<uint16_t *>(a.keys + (size_t) row * a.n_block_max);
+}
+
+static __device__ __forceinline__ uint32_t * bound_uppers(const select_args & a, int row) {
+    return a.keys + (size_t) row * a.n_block_max + a.n_block_max / 2;
+}
+
+static __device__ __forceinline__ float * bound_norms(const select_args & a, int row) {
+    return reinterpret_cast<float *>(bound_uppers(a, row) + (a.n_block_max + SELECT_GROUP - 1) / SELECT_GROUP);
+}
+
 // Scores are not negative, so their bits compare like the values.
 static __device__ __forceinline__ uint32_t key_of(float score) {
     return __float_as_uint(score);
