@@ -304,9 +304,9 @@ def check_select(small: bool) -> None:
             note(f"select d={d} h={h} T={n} equals T=1", same)
     # adversarial keys: exact in F32, so not one block may differ
     for kind in ("integers", "equal", "negative", "huge", "two values", "inf"):
-        for n in (1, 33):
-            x = Select(128, 4, big, 2, ntop)
-            x.tokens(edge_cells(big, 2, 4, ntop, n))
+        for n, size in ((1, big), (33, big)) if small else ((1, big), (33, big), (9, 262144)):
+            x = Select(128, 4, size, 2, ntop)
+            x.tokens(edge_cells(size, 2, 4, ntop, n))
             x.q = RNG.integers(-3, 4, x.q.shape).astype(cp.float32)  # contiguous
             if kind == "integers":
                 x.pooled = RNG.integers(-3, 4, x.pooled.shape).astype(cp.float32)
@@ -336,11 +336,17 @@ def check_select(small: bool) -> None:
                     b0 = (int(idx) - c) // 4
                     infs = np.flatnonzero(np.arange(b0, b0 + m) % 1001 == 0)
                     ok &= m <= ntop or set(infs[:ntop]) <= set(lists[i])
-                note(f"select {kind} T={n}", ok)
+                note(f"select {kind} T={n} cells {size}", ok)
                 continue
             bad, near, far = x.compare()
-            note(f"select {kind} T={n}", bad == near == far == 0, bad=bad, near_edge=near, wrong=far)
+            note(f"select {kind} T={n} cells {size}", bad == near == far == 0, bad=bad, near_edge=near, wrong=far)
     if small:
+        x = Select(64, 2, 512, 2, 3)  # so few that there are more groups than listed blocks
+        for n in (4, 20):
+            x.tokens(edge_cells(512, 2, 4, 3, n))
+            x.run()
+            bad, near, far = x.compare()
+            note(f"select by groups T={n}", bad == 0 and far == 0, bad=bad, near_edge=near, wrong=far)
         return
     x = Select(128, 4, 262144, 2, 512)
     x.tokens(np.array([262143, 262142 + 262144, 2047, 2050, 2051, 2052, 2055, 260000]))

@@ -64,7 +64,7 @@ def run(check: Any, results: dict[str, Any]) -> None:
         print(f"{name:44s} {us:9.2f} us  floor {floor:8.2f} us  {100 * floor / us:5.1f} %", flush=True)
 
     n = 262144
-    for kind in (fm.Q8_0, fm.F16):
+    for kind in (fm.Q8_0, fm.Q4_0):
         x = check.Attn(256, 24, 2, kind, kind, n, 1, 4, 512)
         cell = 2 * fm.row_bytes(kind, 512)
 
@@ -80,7 +80,7 @@ def run(check: Any, results: dict[str, Any]) -> None:
                 out.append(y.run)
             return out
 
-        for t, count, shared in ((1, 64, 0.0), (5, 16, 0.0), (512, 4, 0.0), (512, 4, 0.9)):
+        for t, count, shared in ((1, 64, 0.0), (512, 4, 0.0)):
             if t == 512 and shared and kind == fm.F16:
                 continue
             calls = copies(count, t, shared)
@@ -92,8 +92,8 @@ def run(check: Any, results: dict[str, Any]) -> None:
 
     layers = [check.Select(128, 4, n, 1, 512) for _ in range(12)]
     for depth in (5000, 65536, n - 1):
-        for t, rows in ((1, 64), (5, 64), (9, 64), (16, 64), (512, 64), (512, 128)):
-            if t in (9, 16) and depth != n - 1:
+        for t, rows in ((1, 64), (9, 64), (512, 64), (512, 128)):
+            if t == 9 and depth != n - 1:
                 continue
             check.ROWS = rows
             for x in layers:

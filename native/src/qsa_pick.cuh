@@ -87,7 +87,7 @@ static __device__ __forceinline__ void clear_cta(uint32_t * p, int n) {
 template <bool bounds> static __device__ __forceinline__ uint4 four_keys(const uint32_t * keys, int i) {
     if constexpr (bounds) {
         const uint2 w = *reinterpret_cast<const uint2 *>(reinterpret_cast<const uint16_t *>(keys) + i);
-        return make_uint4(w.x << 16, w.x & 0xFFFF0000, w.y << 16, w.y & 0xFFFF0000);
+        return make_uint4(wide_key(w.x & 0xFFFF), wide_key(w.x >> 16), wide_key(w.y & 0xFFFF), wide_key(w.y >> 16));
     } else {
         return *reinterpret_cast<const uint4 *>(keys + i);
     }
@@ -151,6 +151,25 @@ static __device__ __forceinline__ void append(const bool (&has)[n], const uint32
 
 constexpr int PICK_MAX_D = 128;  // of exact scores
 
+// Sum over the heads of the norm of a query in shared memory, rows of d + 4.
+static __device__ __forceinline__ float query_norm(const float * q_s, int h, int d) {
+    const int lane = threadIdx.x % 32;
+    float     sum  = 0.0f;
+    for (int i = 0; i < h; ++i) {
+        float square = 0.0f;
+        for (int e = lane; e < d; e += 32) {
+            const float x = q_s[i * (d + 4) + e];
+            square += x * x;
+        }
+#pragma unroll
+        for (int j = 16; j > 0; j /= 2) {
+            square += __shfl_xor_sync(0xFFFFFFFF, square, j);
+        }
+        sum += sqrtf(square);
+    }
+    return sum;
+}
+
 // Exact scores of blocks block_of(0 .. n-1), given to give(i, key). Four lanes share a block, one head each.
 template <typename B, typename G>
 static __device__ __forceinline__ void exact_scores(const select_args & a, const float * pooled, const float * q_s, int n,
@@ -186,6 +205,75 @@ static __device__ __forceinline__ void exact_scores(const select_args & a, const
             give(i, key_of(score));
         }
     }
+}
+
+// Candidates that are chosen whatever their exact score: those whose lower bound passes the (ntop + 1)-th largest upper
+// bound, for at most ntop blocks can score that much. They are marked in `above` and leave the list; returns their number.
+static __device__ __forceinline__ int take_sure(const select_args & a, float q_norm, uint32_t * bins, uint32_t * above,
+                                                pick_candidate * candidates, int count, int * warp_sums, int * found,
+                                                int * n_left, int * n_sure) {
+    constexpr int  per_thread = 4;  // 4096 candidates
+    const int      tid        = threadIdx.x;
+    uint32_t       key[per_thread];
+    int            block[per_thread];
+    bool           here[per_thread], left[per_thread];
+    uint32_t       rival  = 0;
+    int            wanted = a.ntop + 1, dummy;
+    __syncthreads();  // everybody has read the count
+    clear_cta(bins, PICK_BINS);
+    if (tid == 0) {
+        *n_left = 0;
+        *n_sure = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < per_thread; ++j) {
+        const int i = tid + j * PICK_THREADS;
+        here[j]     = i < count;
+        key[j]      = here[j] ? candidates[i].key : 0;
+        block[j]    = here[j] ? candidates[i].block : 0;
+    }
+    __syncthreads();
+    if (count > a.ntop) {
+#pragma unroll
+        for (int j = 0; j < per_thread; ++j) {
+            if (here[j]) {
+                atomicAdd(&bins[key[j] >> 20], 1);
+            }
+        }
+        __syncthreads();
+        const uint32_t high = find_bin(bins, PICK_BINS, wanted, dummy, warp_sums, found);
+        __syncthreads();
+        clear_cta(bins, 32);
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < per_thread; ++j) {
+            if (here[j] && key[j] >> 20 == high) {
+                atomicAdd(&bins[key[j] >> 15 & 31], 1);
+            }
+        }
+        __syncthreads();
+        rival = high << 20 | find_bin(bins, 32, wanted, dummy, warp_sums, found) << 15;
+    }
+    int n = 0;
+#pragma unroll
+    for (int j = 0; j < per_thread; ++j) {
+        left[j] = false;
+        if (here[j]) {
+            const float error = score_error(q_norm, bound_norms(a, blockIdx.x)[block[j] / SELECT_GROUP]);
+            const float lower = BOUND_ROUNDING * __uint_as_float(key[j]) - 2.0f * error;
+            left[j]           = count > a.ntop && !(lower > __uint_as_float(rival));
+            if (!left[j]) {
+                atomicOr(&above[block[j] / 32], 1u << block[j] % 32);
+            }
+        }
+        n += __popc(__ballot_sync(0xFFFFFFFF, here[j] && !left[j]));
+    }
+    if (tid % 32 == 0 && n) {
+        atomicAdd(n_sure, n);
+    }
+    append(left, key, block, candidates, PICK_THREADS * per_thread, n_left);
+    __syncthreads();
+    return *n_sure;
 }
 
 template <bool bounds>
@@ -237,6 +325,7 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         }
     }
     __syncthreads();
+    const float q_norm = bounds ? query_norm(q_s, a.h, a.d) : 0.0f;
 
     if ((bounds || n > n_candidates_max) && has_tops(a) && n_top > a.ntop) {
         // two maxima per thread, kept in registers
@@ -293,7 +382,7 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
                 const int i = i0 + j * (PICK_THREADS / 32);
                 block[j]    = i < n_groups ? groups[i] * SELECT_GROUP + lane : n;
                 key[j]      = block[j] >= n ? 0 :
-                              bounds        ? (uint32_t) bound_keys(a, blockIdx.x)[block[j]] << 16 :
+                              bounds        ? wide_key(bound_keys(a, blockIdx.x)[block[j]]) :
                                               keys[block[j]];
             }
 #pragma unroll
@@ -314,23 +403,23 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
             int wanted = a.ntop;
             floor_key  = find_bin(bins, PICK_BINS, wanted, dummy, warp_sums, found) << 20;
             if constexpr (bounds) {
-                // the other four bits of an upper bound
+                // the other five bits of an upper bound
                 __syncthreads();
-                clear_cta(bins, 16);
+                clear_cta(bins, 32);
                 for (int i = tid; i < n_top; i += PICK_THREADS) {
                     atomicMax(&top_norm, __float_as_int(bound_norms(a, blockIdx.x)[i]));
                 }
                 __syncthreads();
                 for_keys<bounds>(keys, n, [&](uint32_t key, int, bool valid) {
                     if (valid && key >> 20 == floor_key >> 20) {
-                        atomicAdd(&bins[key >> 16 & 15], 1);
+                        atomicAdd(&bins[key >> 15 & 31], 1);
                     }
                 });
                 __syncthreads();
-                floor_key |= find_bin(bins, 16, wanted, dummy, warp_sums, found) << 16;
-                // ntop blocks have such an upper bound; 0.992 undoes its rounding up, two errors make it a lower bound
-                const float error = score_error(query_norm(a, t), __int_as_float(top_norm));
-                floor_key         = key_of(fmaxf(0.0f, 0.992f * __uint_as_float(floor_key) - 2.0f * error));
+                floor_key |= find_bin(bins, 32, wanted, dummy, warp_sums, found) << 15;
+                // ntop blocks have such an upper bound; two errors below it is a lower bound
+                const float error = score_error(q_norm, __int_as_float(top_norm));
+                floor_key = key_of(fmaxf(0.0f, BOUND_ROUNDING * __uint_as_float(floor_key) - 2.0f * error));
             }
         }
         constexpr int step = PICK_THREADS * 4;
@@ -349,9 +438,14 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
     }
     __syncthreads();
 
-    const int  count          = n_candidates;
-    const bool listed         = count <= n_candidates_max;
+    int        count  = n_candidates;
+    const bool listed = count <= n_candidates_max;
+    int        wanted = a.ntop;  // of the candidates
     if constexpr (bounds) {
+        if (listed) {
+            wanted -= take_sure(a, q_norm, bins, above, candidates, count, warp_sums, found, &n_candidates, &n_groups);
+            count = n_candidates;
+        }
         const float * pooled = a.pooled + first_block(p, a.log2r) * a.d;
         if (listed) {
             exact_scores(
@@ -378,10 +472,9 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
         __syncthreads();
     };
     // bits 30..20, 19..10, 9..0 of the ntop-th largest key; bit 31 is a sign that is never set
-    int      wanted    = a.ntop;
-    uint32_t threshold = 0;
+    uint32_t threshold = wanted > 0 ? 0 : 0xFFFFFFFF;
     int      low       = 31;
-    for (int round = 0; round < 3; ++round) {
+    for (int round = 0; round < 3 && wanted > 0; ++round) {
         const int high   = low;
         const int n_bins = round == 0 ? 2048 : 1024;
         low -= round == 0 ? 11 : 10;

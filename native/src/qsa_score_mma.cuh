@@ -16,39 +16,19 @@ constexpr float BOUND_RANGE = 60000.0f;
 
 constexpr int MMA_WARPS  = 8;
 constexpr int MMA_BLOCKS = MMA_WARPS * SELECT_GROUP;  // a warp: one group of 32 blocks
-constexpr int MMA_TOKENS = 64;
+constexpr int MMA_TOKENS = 32;
 constexpr int MMA_HEADS  = 4;  // missing heads are zero
 
 __host__ __device__ constexpr int score_mma_smem_bytes(int d) {
     return MMA_TOKENS * MMA_HEADS * d * 2;
 }
 
-// Same value in pick.
 static __device__ __forceinline__ float score_error(float q_norm, float key_norm) {
     const float e = BOUND_REL * q_norm * key_norm + BOUND_ABS * (q_norm + MMA_HEADS * key_norm);
     return q_norm < BOUND_RANGE && key_norm < BOUND_RANGE ? e : INFINITY;
 }
 
-// Sum over the heads of the norm of a token's query; all lanes of a warp get it.
-static __device__ __forceinline__ float query_norm(const select_args & a, int token) {
-    const int lane = threadIdx.x % 32;
-    float     sum  = 0.0f;
-    for (int i = 0; i < a.h; ++i) {
-        float square = 0.0f;
-        for (int e = 4 * lane; e < a.d; e += 128) {
-            const float4 x = *reinterpret_cast<const float4 *>(a.q + token * a.q_token + i * a.q_head + e);
-            square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-        }
-#pragma unroll
-        for (int d = 16; d > 0; d /= 2) {
-            square += __shfl_xor_sync(0xFFFFFFFF, square, d);
-        }
-        sum += sqrtf(square);
-    }
-    return sum;
-}
-
-// A CTA: 256 blocks, whose keys stay in registers as A fragments, times up to 64 tokens from shared memory.
+// A CTA: 256 blocks, whose keys stay in registers as A fragments, times up to 32 tokens from shared memory.
 template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) score_mma_kernel(const select_args a) {
 #if QSA_SM80
     constexpr int steps = D / 16;
@@ -88,24 +68,32 @@ template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) sco
     if (!any_s) {
         return;
     }
-    for (int i = tid; i < pairs * (steps / 2) * 32; i += MMA_WARPS * 32) {
-        const int col  = (i / 32 / (steps / 2)) * 8 + i % 32 / 4;  // of 4 heads per token
-        const int row  = col / MMA_HEADS;
-        const int head = col % MMA_HEADS;
-        const int e    = i / 32 % (steps / 2) * 32 + i % 4 * 4;
-        float4    x    = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float4    y    = x;
-        if (row < rows && head < a.h) {
-            const float * q = a.q + (a.row0 + row0 + row) * a.q_token + head * a.q_head + e;
-            x               = *reinterpret_cast<const float4 *>(q);
-            y               = *reinterpret_cast<const float4 *>(q + 16);
+    // a warp: eight columns at a time, four heads of two tokens
+    for (int pair = warp; pair < pairs; pair += MMA_WARPS) {
+        const int     row    = 2 * pair + g / MMA_HEADS;
+        const int     head   = g % MMA_HEADS;
+        const bool    real   = row < rows && head < a.h;
+        const float * q      = a.q + (a.row0 + row0 + min(row, rows - 1)) * a.q_token + min(head, a.h - 1) * a.q_head;
+        float         square = 0.0f;
+        float4        x[steps];
+#pragma unroll
+        for (int j = 0; j < steps; ++j) {
+            x[j] = real ? *reinterpret_cast<const float4 *>(q + 16 * j + 4 * c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            square += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
         }
-        q_s[i] = make_uint4(pack_half2(x.x, x.y), pack_half2(x.z, x.w), pack_half2(y.x, y.y), pack_half2(y.z, y.w));
-    }
-    for (int i = warp; i < rows; i += MMA_WARPS) {
-        const float norm = query_norm(a, a.row0 + row0 + i);
-        if (lane == 0) {
-            norm_s[i] = norm;
+#pragma unroll
+        for (int j = 0; j < steps; j += 2) {
+            q_s[(pair * (steps / 2) + j / 2) * 32 + lane] =
+                make_uint4(pack_half2(x[j].x, x[j].y), pack_half2(x[j].z, x[j].w),
+                           pack_half2(x[j + 1].x, x[j + 1].y), pack_half2(x[j + 1].z, x[j + 1].w));
+        }
+        square += __shfl_xor_sync(0xFFFFFFFF, square, 1);
+        square += __shfl_xor_sync(0xFFFFFFFF, square, 2);
+        float norm = sqrtf(square);
+        norm += __shfl_xor_sync(0xFFFFFFFF, norm, 4);
+        norm += __shfl_xor_sync(0xFFFFFFFF, norm, 8);
+        if (c == 0 && head == 0) {
+            norm_s[row] = norm < BOUND_RANGE ? norm : INFINITY;
         }
     }
     __syncthreads();
@@ -115,19 +103,18 @@ template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) sco
         return;
     }
     // One pass per stream among the tokens, nearly always one.
-    uint64_t todo = (uint64_t) __ballot_sync(0xFFFFFFFF, vis_s[lane] > block0) |
-                    (uint64_t) __ballot_sync(0xFFFFFFFF, vis_s[lane + 32] > block0) << 32;
+    uint32_t todo = __ballot_sync(0xFFFFFFFF, vis_s[lane] > block0);
     while (todo) {
-        const int64_t  base = base_s[__ffsll(todo) - 1];
-        const uint64_t now  = ((uint64_t) __ballot_sync(0xFFFFFFFF, base_s[lane] == base) |
-                              (uint64_t) __ballot_sync(0xFFFFFFFF, base_s[lane + 32] == base) << 32) &
-                             todo;
+        const int64_t  base = base_s[__ffs(todo) - 1];
+        const uint32_t now  = __ballot_sync(0xFFFFFFFF, base_s[lane] == base) & todo;
         todo &= ~now;
+        const int vis_max = __reduce_max_sync(0xFFFFFFFF, now >> lane & 1 ? vis_s[lane] : 0);
         const float * src = a.pooled + (size_t) (base >> a.log2r) * D;
 
         // rows 8i + g of the group; lane c holds values 16j + 4c .. + 3, the contraction order being free
         uint4 x[2][steps];
-        float norm[4];
+        float error_q[4], error_1[4];  // error of a row's score: error_q * Q + error_1
+        float norm_max = 0.0f;         // over rows that some token sees: others may never have been written
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float * p = src + (size_t) min(block0 + 8 * i + g, a.n_block_max - 1) * D + 4 * c;
@@ -146,8 +133,15 @@ template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) sco
             }
             square += __shfl_xor_sync(0xFFFFFFFF, square, 1);
             square += __shfl_xor_sync(0xFFFFFFFF, square, 2);
-            norm[i] = sqrtf(square);
+            const float norm = sqrtf(square);
+            error_q[i]       = norm < BOUND_RANGE ? BOUND_REL * norm + BOUND_ABS : INFINITY;
+            error_1[i]       = BOUND_ABS * MMA_HEADS * norm;
+            if (block0 + 8 * i + g < vis_max) {
+                norm_max = norm <= norm_max ? norm_max : norm;  // keeps a NaN
+            }
         }
+        norm_max = norm_max < BOUND_RANGE ? norm_max : INFINITY;
+        norm_max = __uint_as_float(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(norm_max)));
 
         for (int pair = 0; pair < pairs; ++pair) {
             if (!(now >> 2 * pair & 3)) {
@@ -165,36 +159,33 @@ template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) sco
             // lanes c = 0, 1 hold two heads each of the first token, 2 and 3 of the second
             const int   row    = 2 * pair + c / 2;
             const int   vis    = now >> row & 1 ? vis_s[row] : 0;
-            const float q_norm = norm_s[min(row, rows - 1)];
-            float       upper = 0.0f, lower = 0.0f, key_norm = 0.0f;
-            uint16_t *  keys = bound_keys(a, row0 + row);
+            const float q_norm = norm_s[row];
+            uint16_t *  keys   = bound_keys(a, row0 + row) + block0 + g;
+            float       bound  = 0.0f;  // the largest upper one in lanes of even c, the largest lower one in the others
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float s = relu(dot[i / 2][i % 2 * 2]) + relu(dot[i / 2][i % 2 * 2 + 1]);
                 s += __shfl_xor_sync(0xFFFFFFFF, s, 1);
-                const int b = block0 + 8 * i + g;
-                if (b < vis) {
-                    const float    e = score_error(q_norm, norm[i]);
-                    const uint32_t u = __float_as_uint(s + e);
-                    upper            = fmaxf(upper, s + e);
-                    lower            = fmaxf(lower, s - e);
-                    key_norm         = fmaxf(key_norm, norm[i]);
+                if (block0 + 8 * i + g < vis) {
+                    const float e = fmaf(q_norm, error_q[i], error_1[i]);
+                    bound         = fmaxf(bound, c % 2 == 0 ? s + e : s - e);
                     if (c % 2 == i % 2) {
-                        keys[b] = (uint16_t) (min(u, 0x7F800000u) + 0xFFFF >> 16);  // rounded up
+                        keys[8 * i] = round_up_key(s + e);
                     }
                 }
             }
 #pragma unroll
             for (int d = 4; d < 32; d *= 2) {
-                upper    = fmaxf(upper, __shfl_xor_sync(0xFFFFFFFF, upper, d));
-                lower    = fmaxf(lower, __shfl_xor_sync(0xFFFFFFFF, lower, d));
-                key_norm = fmaxf(key_norm, __shfl_xor_sync(0xFFFFFFFF, key_norm, d));
+                bound = fmaxf(bound, __shfl_xor_sync(0xFFFFFFFF, bound, d));
             }
-            if (block0 < vis && g == 0 && c % 2 == 0) {
-                const int group                   = block0 / SELECT_GROUP;
-                a.tops[(row0 + row) * SELECT_TOPS + group] = key_of(lower);
-                bound_uppers(a, row0 + row)[group]         = key_of(upper);
-                bound_norms(a, row0 + row)[group]          = key_norm;
+            if (block0 < vis && g == 0) {
+                const int group = block0 / SELECT_GROUP;
+                if (c % 2 == 0) {
+                    bound_uppers(a, row0 + row)[group] = key_of(bound);
+                    bound_norms(a, row0 + row)[group]  = norm_max;
+                } else {
+                    a.tops[(row0 + row) * SELECT_TOPS + group] = key_of(bound);
+                }
             }
         }
     }

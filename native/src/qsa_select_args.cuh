@@ -26,9 +26,19 @@ static __host__ __device__ inline bool has_tops(const select_args & a) {
     return a.n_block_max <= SELECT_GROUP * SELECT_TOPS;
 }
 
-// When scores are bounds (qsa_score_mma.cuh), a row of keys holds: upper bounds u16 [n_block_max], the upper 16 bits of a
-// float, then per group the largest upper bound u32 [n_block_max/32] and the largest norm of a key f32 [n_block_max/32];
+// When scores are bounds (qsa_score_mma.cuh), a row of keys holds: upper bounds u16 [n_block_max], bits 30..15 of a float
+// rounded up, then per group the largest upper bound u32 [n_block_max/32] and the largest norm of a key f32 [n_block_max/32];
 // tops holds the largest lower bound. Half of a row is more than enough for the two.
+constexpr float BOUND_ROUNDING = 0.996f;  // undoes the rounding up: less than 1 / (1 + 2^-8)
+
+static __device__ __forceinline__ uint16_t round_up_key(float x) {
+    return (uint16_t) ((min(__float_as_uint(x), 0x7F800000u) + 0x7FFF) >> 15);
+}
+
+static __device__ __forceinline__ uint32_t wide_key(uint32_t key) {
+    return key << 15;
+}
+
 static __device__ __forceinline__ uint16_t * bound_keys(const select_args & a, int row) {
     return reinterpret_cast<uint16_t *>(a.keys + (size_t) row * a.n_block_max);
 }
