@@ -97,7 +97,8 @@ class Attn:
 
     def run(self) -> None:
         must(LIB.qsa_attn(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.k.data.ptr,
-                          self.k.shape[1], self.v.data.ptr, self.v.shape[1], self.idx.data.ptr, self.list.data.ptr, self.out.data.ptr, self.part.data.ptr,
+                          self.k.shape[1], self.v.data.ptr, self.v.shape[1], self.idx.data.ptr, self.list.data.ptr,
+                          self.out.data.ptr, self.part.data.ptr,
                           self.kt, self.vt, self.t, self.h, self.hkv, self.d, self.ntop, self.r.bit_length() - 1,
                           self.n_split, self.kv_size, self.scale, self.force_cc, stream()))
 
