@@ -1,6 +1,9 @@
 """Checks the QSA kernels (built from qsa_standalone.cu) against float64, then times them. Needs a GPU and cupy.
 
-python check.py LIBRARY [--small] [--no-time] [--json FILE]
+nvcc -arch=native -std=c++17 -O3 -use_fast_math -extended-lambda -I../../native/src -Xcompiler -fPIC -shared \\
+    qsa_standalone.cu -o libqsa.so
+python check.py ./libqsa.so [--small] [--no-time] [--no-check] [--json FILE]
+compute-sanitizer --tool memcheck --kernel-name kns=qsa python check.py ./libqsa.so --small
 """
 
 from __future__ import annotations
@@ -20,15 +23,15 @@ LIB: Any = None
 RNG = cp.random.default_rng(1)
 HOST = np.random.default_rng(1)
 ROWS = 64  # tokens that share the selection workspace
-P, I, Z, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_float
+P, N, Z, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_float
 
 
 def load(path: str) -> None:
     global LIB
     LIB = ctypes.CDLL(path)
-    LIB.qsa_attn.argtypes = [P, Z, Z, P, Z, P, Z, P, P, P, P] + [I] * 10 + [F, I, P]
-    LIB.qsa_pool.argtypes = [P, Z, I, P, P, P] + [I] * 5 + [F, F, P]
-    LIB.qsa_select.argtypes = [P, Z, Z, P, P, P, P] + [I] * 9 + [P]
+    LIB.qsa_attn.argtypes = [P, Z, Z, P, Z, P, Z, P, P, P, P] + [N] * 10 + [F, N, P]
+    LIB.qsa_pool.argtypes = [P, Z, N, P, P, P] + [N] * 5 + [F, F, P]
+    LIB.qsa_select.argtypes = [P, Z, Z, P, P, P, P] + [N] * 9 + [P]
 
 
 def must(rc: int) -> None:
@@ -86,15 +89,16 @@ class Attn:
             last = pick
             self.list_host[i] = np.sort(pick)
         self.list = cp.asarray(self.list_host)
-        self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # strided, as beside a gate
+        self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # as beside a gate
         self.n_split = n_split_of(self.hkv, self.t)
         rows = self.t * self.h
         self.out = cp.full((self.t, self.h, self.d), cp.nan, dtype=cp.float32)
         self.part = cp.full((self.n_split * rows * (self.d + 2),), cp.nan, dtype=cp.float32)
 
     def run(self) -> None:
-        must(LIB.qsa_attn(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.k.data.ptr, self.k.shape[1], self.v.data.ptr,
-                          self.v.shape[1], self.idx.data.ptr, self.list.data.ptr, self.out.data.ptr, self.part.data.ptr,
+        must(LIB.qsa_attn(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.k.data.ptr,
+                          self.k.shape[1], self.v.data.ptr, self.v.shape[1], self.idx.data.ptr, self.list.data.ptr,
+                          self.out.data.ptr, self.part.data.ptr,
                           self.kt, self.vt, self.t, self.h, self.hkv, self.d, self.ntop, self.r.bit_length() - 1,
                           self.n_split, self.kv_size, self.scale, self.force_cc, stream()))
 
@@ -218,8 +222,9 @@ def check_pool(small: bool) -> None:
                     worst = max(worst, rel(pooled[s * nb + lo:s * nb + hi], ref))
                 clean = bool((cp.isnan(pooled).any(axis=1) == ~written).all())
                 # at 262144 an F32 angle itself is only good to 0.016 rad
-                note(f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}", clean and worst < (2e-5 if kv_size < 5000 else 5e-3),
-                     rel=worst, only_its_rows=clean)
+                limit = 3e-5 if kv_size < 5000 else 5e-3
+                note(f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}", clean and worst < limit, rel=worst,
+                     only_its_rows=clean)
 
 
 # ---- SELECT ----
@@ -236,13 +241,14 @@ class Select:
         self.idx_host = np.asarray(idx, dtype=np.int64)
         self.t = len(self.idx_host)
         self.idx = cp.asarray(self.idx_host)
-        self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # strided, as beside a gate
+        self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # as beside a gate
         self.rows = min(self.t, ROWS)
         self.list = cp.full((self.t, self.ntop), -7, dtype=cp.int32)
         self.keys = cp.full((self.rows * (self.nb + 2048),), 0xFFFFFFFF, dtype=cp.uint32)
 
     def run(self, what: int = 3) -> None:
-        must(LIB.qsa_select(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.pooled.data.ptr, self.idx.data.ptr,
+        must(LIB.qsa_select(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.pooled.data.ptr,
+                            self.idx.data.ptr,
                             self.list.data.ptr, self.keys.data.ptr, self.d, self.h, self.t, self.ntop,
                             self.r.bit_length() - 1, self.kv_size, self.rows, what, self.force_cc, stream()))
 

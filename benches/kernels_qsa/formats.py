@@ -10,7 +10,8 @@ NAMES = {F32: "f32", F16: "f16", BF16: "bf16", Q8_0: "q8_0", Q5_1: "q5_1", Q5_0:
 BLOCK_BYTES = {F32: 128, F16: 64, BF16: 64, Q8_0: 34, Q5_1: 24, Q5_0: 22, Q4_1: 20, Q4_0: 18, IQ4_NL: 18}
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # typical scale and offset that make values of unit size
-SCALE = {Q8_0: (0.012, None), Q5_1: (0.1, -1.6), Q5_0: (0.1, None), Q4_1: (0.2, -1.5), Q4_0: (0.2, None), IQ4_NL: (0.013, None)}
+SCALE = {Q8_0: (0.012, None), Q5_1: (0.1, -1.6), Q5_0: (0.1, None), Q4_1: (0.2, -1.5), Q4_0: (0.2, None),
+         IQ4_NL: (0.013, None)}
 
 
 def row_bytes(kind: int, n: int) -> int:

@@ -1,8 +1,10 @@
-"""Times of the QSA kernels: CUDA graphs of many layers, each with data of its own, so that L2 is as cold as in a model."""
+"""Times of the QSA kernels: CUDA graphs of many layers, each with its own data: L2 is as cold as in a model."""
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import cupy as cp
 import formats as fm
@@ -52,6 +54,22 @@ def copy_gbs() -> float:
     return 2 * a.nbytes / us / 1000
 
 
+def attn_calls(check: Any, x: Any, count: int, t: int, shared: float) -> list[Callable[[], None]]:
+    """Calls over one cache, each with lists of its own: together they touch more than L2 holds."""
+    calls = []
+    for _ in range(count):
+        y = check.Attn.__new__(check.Attn)
+        y.__dict__.update(x.__dict__)
+        y.tokens(np.arange(x.kv_size - 1 - t, x.kv_size - 1), shared)
+        calls.append(y.run)
+    return calls
+
+
+def pool_once(check: Any, raw: Any, kind: int, pooled: Any, gamma: Any, ranges: Any, n: int) -> None:
+    check.must(check.LIB.qsa_pool(raw.data.ptr, raw.shape[1], kind, pooled.data.ptr, gamma.data.ptr, ranges.data.ptr, 1,
+                                  128, 2, n, 64, 1e-6, 1e7, check.stream()))
+
+
 def run(check: Any, results: dict[str, Any]) -> None:
     bw = copy_gbs()
     results["copy_gbs"] = bw
@@ -60,7 +78,8 @@ def run(check: Any, results: dict[str, Any]) -> None:
 
     def report(name: str, us: float, n_bytes: float, flops: float = 0.0, peak: float = 0.0) -> None:
         floor = max(n_bytes / bw / 1000, flops / peak / 1e6 if peak else 0.0)
-        results["times"].append({"name": name, "us": us, "gb": n_bytes / 1e9, "floor_us": floor, "of_floor": floor / us})
+        results["times"].append({"name": name, "us": us, "gb": n_bytes / 1e9, "floor_us": floor,
+                                 "of_floor": floor / us})
         print(f"{name:44s} {us:9.2f} us  floor {floor:8.2f} us  {100 * floor / us:5.1f} %", flush=True)
 
     n = 262144
@@ -68,22 +87,8 @@ def run(check: Any, results: dict[str, Any]) -> None:
         x = check.Attn(256, 24, 2, kind, kind, n, 1, 4, 512)
         cell = 2 * fm.row_bytes(kind, 512)
 
-        def copies(count: int, t: int, shared: float) -> list[Callable[[], None]]:
-            out = []
-            for i in range(count):
-                y = check.Attn.__new__(check.Attn)
-                y.__dict__.update(x.__dict__)
-                if i < 4 or t < 64:  # random lists are slow to draw on the host; four sets defeat L2 at T = 512
-                    y.tokens(np.arange(n - 1 - t, n - 1), shared)
-                else:
-                    y = out[i % 4].__self__  # type: ignore[attr-defined]
-                out.append(y.run)
-            return out
-
-        for t, count, shared in ((1, 64, 0.0), (512, 4, 0.0)):
-            if t == 512 and shared and kind == fm.F16:
-                continue
-            calls = copies(count, t, shared)
+        for t, count, shared in ((1, 64, 0.0), (5, 16, 0.0), (512, 4, 0.0), (512, 4, 0.9)):
+            calls = attn_calls(check, x, count, t, shared)
             flops = t * 2051 * 256 * 24 * 4 * 16 / 12
             name = f"attn {fm.NAMES[kind]} T={t} 262k" + (" lists 90% shared" if shared else "")
             report(name, graph_us(calls), t * 2051.0 * cell, flops, 700e12)
@@ -104,9 +109,9 @@ def run(check: Any, results: dict[str, Any]) -> None:
             flops = t * nb * 128 * 4 * 2
             for what, part in ((3, "select"), (1, "  score (first chunk)"), (2, "  pick (first chunk)")):
                 share = 1.0 if what == 3 else min(t, rows) / t
-                us = graph_us([lambda x=x: x.run(what) for x in use])  # type: ignore[misc]
-                report(f"{part} T={t} depth {depth}" + (f" R={rows}" if t > 64 else ""), us, (n_bytes if what != 2 else t * nb * 4) * share,
-                       flops * share if what != 2 else 0.0, 67e12)
+                us = graph_us([partial(x.run, what) for x in use])
+                report(f"{part} T={t} depth {depth}" + (f" R={rows}" if t > 64 else ""), us,
+                       (n_bytes if what != 2 else t * nb * 4) * share, flops * share if what != 2 else 0.0, 67e12)
     check.ROWS = 64
     for kind, lo in ((fm.F16, n // 4 - 1), (fm.F16, n // 4 - 128), (fm.F16, 0), (fm.Q8_0, 0)):
         raw = fm.random_rows(cp, kind, n, 128, check.RNG)
@@ -114,9 +119,6 @@ def run(check: Any, results: dict[str, Any]) -> None:
         pooled = layers[0].pooled
         ranges = cp.asarray(np.array([[0, lo, n // 4, 0]], dtype=np.int32))
 
-        def call() -> None:
-            check.must(check.LIB.qsa_pool(raw.data.ptr, raw.shape[1], kind, pooled.data.ptr, gamma.data.ptr,
-                                          ranges.data.ptr, 1, 128, 2, n, 64, 1e-6, 1e7, check.stream()))
-
+        call = partial(pool_once, check, raw, kind, pooled, gamma, ranges, n)
         count = n // 4 - lo
         report(f"pool {fm.NAMES[kind]} {count} blocks", graph_us([call] * 8), count * (4.0 * raw.shape[1] + 512))

@@ -36,13 +36,14 @@ qsa::device_limits limits_of(int device) {
 
 bool is_query(const ggml_tensor * t) {
     return t && t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->nb[1] % 16 == 0 && t->nb[2] % 16 == 0 &&
-           t->ne[3] == 1;
+           t->view_offs % 16 == 0 && t->ne[3] == 1;
 }
 
 // Rows of whole blocks, one behind the other.
 bool is_cache(const ggml_tensor * t) {
     return t && qsa::block_bytes(t->type) > 0 && t->ne[0] % 32 == 0 && t->nb[0] == ggml_type_size(t->type) &&
-           t->nb[1] == ggml_row_size(t->type, t->ne[0]) && t->nb[1] % 4 == 0;
+           t->nb[1] == ggml_row_size(t->type, t->ne[0]) && t->nb[1] % 4 == 0 &&
+           t->view_offs % 16 == 0;
 }
 
 bool is_dense(const ggml_tensor * t, ggml_type type) {
