@@ -76,8 +76,7 @@ def cmake_flags(archs: str | None) -> list[str]:
         raise SetupError(
             "a CUDA build needs nvcc: install the CUDA toolkit (or set CUDACXX to its nvcc), or pass --no-cuda"
         )
-    tree = toolkit(compiler)
-    root = tree if _has_cublas(tree) else _assemble(tree, nvcc_version(compiler))
+    root = complete_root(compiler)
     return [
         "-DGGML_CUDA=ON",
         # Multi-GPU here is one process with peer copies; NCCL would be one more thing to install.
@@ -87,6 +86,16 @@ def cmake_flags(archs: str | None) -> list[str]:
         f"-DCMAKE_CUDA_ARCHITECTURES={archs or architectures()}",
         f"-DLLAMAMG_RPATH={root / 'lib64'}",
     ]
+
+
+def complete_root(compiler: Path) -> Path:
+    """A toolkit folder with cuBLAS: the compiler's own, or one put together with PyPI's wheels (once)."""
+    tree = toolkit(compiler)
+    if _has_cublas(tree):
+        return tree
+    made = paths.home() / f"cuda-root-{nvcc_version(compiler)}"
+    is_whole = (made / "include" / "cublas_v2.h").exists() and (made / "lib64" / "stubs" / "libcuda.so").exists()
+    return made if is_whole else _assemble(tree, nvcc_version(compiler))
 
 
 def _has_cublas(tree: Path) -> bool:
