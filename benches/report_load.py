@@ -36,6 +36,12 @@ def machines(root: Path | None = None) -> dict[str, list[Found]]:
     return dict(sorted(out.items()))
 
 
+def newest_day(results: list[Found], bench: str) -> list[Found]:
+    """The results of a benchmark from the last day that has any, in the order of their making."""
+    of_bench = [found for found in results if found.bench == bench]
+    return [found for found in reversed(of_bench) if _date(found)[:10] == _date(of_bench[0])[:10]]
+
+
 def _date(found: Found) -> str:
     return str(found.value.get("record", {}).get("date", ""))
 

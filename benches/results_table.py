@@ -1,4 +1,4 @@
-"""README's table of results, made from benches/results alone: the newest grid of each machine, each in a table of its own."""
+"""README's table of results, made from benches/results alone: the grids of each machine's newest day, each in a table of its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .grid_table import cell_table, machine_title
-from .report_load import Found, machines, newest
+from .report_load import Found, machines, newest_day
 
 FOLDER = "benches/results"
 
 
 def results_table(root: Path | None = None) -> str:
     """Markdown for all machines; a sentence when nothing was measured yet."""
-    parts = [_machine(found) for results in machines(root).values() if (found := newest(results, "grid"))]
+    parts = [_machine(found) for results in machines(root).values() for found in newest_day(results, "grid")]
     return "\n\n".join(parts) or "Nothing is measured yet: `llamamg bench grid` measures on your machine."
 
 
