@@ -1,4 +1,4 @@
-"""README's table of results, made from benches/results alone: the grids of each machine's newest day, each in a table of its own."""
+"""README's table of results, made from benches/results alone: the grids of each machine's newest day, a table each."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ MODULES = (
     "grid",
     "check",
     "kernels",
+    "qsa_depth",
     "report",
     "aa",
     "overhead",

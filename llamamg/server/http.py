@@ -21,6 +21,38 @@ class ClientGone(Exception):
     """The connection was closed before the answer."""
 
 
+class _Patience:
+    """Ends the task's waiting with a 408 when `renew` was not called for `timeout_s`. One timer, however many pieces come."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._last = self._loop.time()
+        self._expired = False
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    def renew(self) -> None:
+        """Something came."""
+        self._last = self._loop.time()
+
+    def _look(self) -> None:
+        left = self._last + self._timeout_s - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        elif self._task is not None:
+            self._expired = True
+            self._task.cancel()
+
+    def __enter__(self) -> _Patience:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._timer.cancel()
+        if self._expired and kind is asyncio.CancelledError:
+            raise ApiError(408, f"The request's body did not arrive within {self._timeout_s:g} s") from None
+
+
 class Call:
     """A request and the way to answer it. `headers` go with every answer (CORS)."""
 
@@ -45,20 +77,19 @@ class Call:
         """The request's body as it arrived; `timeout_s` is for each piece of it. Raises ClientGone and ApiError."""
         chunks: list[bytes] = []
         n_bytes = 0
-        while True:
-            try:
-                message = await asyncio.wait_for(self.receive(), timeout_s)
-            except asyncio.TimeoutError:
-                raise ApiError(408, f"The request's body did not arrive within {timeout_s:g} s") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            if data := message.get("body"):
-                chunks.append(data)
-                n_bytes += len(data)
-                if n_bytes > n_bytes_max:
-                    raise ApiError(413, f"The request's body is larger than {n_bytes_max} bytes")
-            if not message.get("more_body"):
-                return chunks
+        with _Patience(timeout_s) as patience:
+            while True:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                if data := message.get("body"):
+                    patience.renew()
+                    chunks.append(data)
+                    n_bytes += len(data)
+                    if n_bytes > n_bytes_max:
+                        raise ApiError(413, f"The request's body is larger than {n_bytes_max} bytes")
+                if not message.get("more_body"):
+                    return chunks
 
     async def disconnected(self) -> None:
         """Return when the client closes the connection; only after `body`."""

@@ -6,6 +6,8 @@ body as it came. Back: the pickled Prepared (or error) without its bulk, then to
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
 import pickle
@@ -20,6 +22,7 @@ from typing import Any
 from llamamg.server.errors import ApiError
 from llamamg.server.prepare import Kind, PrepareContext, Prepared, Prompt, prepare
 
+PIPE_BYTES = 1 << 20
 LENGTH = struct.Struct("<Q")
 Buffer = bytes | bytearray | memoryview
 MakeContext = Callable[[], PrepareContext]
@@ -29,6 +32,8 @@ class Pipe:
     """Length-prefixed frames over a pair of file descriptors. Reads and writes release the interpreter lock."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
+        for fd in (read_fd, write_fd):
+            _widen(fd)
         self._in = io.FileIO(read_fd, "rb")
         self._out = io.FileIO(write_fd, "wb")
 
@@ -62,6 +67,12 @@ class Pipe:
         """Close both ends."""
         self._in.close()
         self._out.close()
+
+
+def _widen(fd: int) -> None:
+    """Let a pipe take a megabyte at once: each refill costs both processes a wake-up, and ours the interpreter lock."""
+    with contextlib.suppress(AttributeError, OSError):  # not every system has it, and it may be limited
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 class ParseProcess:
@@ -167,6 +178,7 @@ def _respond(pipe: Pipe, result: Prepared | ApiError) -> None:
 
 def serve_requests(read_fd: int, write_fd: int) -> None:
     """The child: answer until the parent closes the pipe."""
+    os.nice(10)  # a long prompt waits a moment rather than anybody's next token
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     pipe = Pipe(read_fd, write_fd)
     try:
