@@ -47,7 +47,8 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     for sentence in plugins.warnings:
         _warn(sentence)
     lib.mg.set_log(LOG_LEVELS[max(0, min(config.server.log_level, 5))])
-    check_memory(config, open_model(config.model.path), lib.mg.devices(), _warn)
+    switches = {**plugins.native_switches(), **config.native_switches}
+    check_memory(config, open_model(config.model.path), lib.mg.devices(), _warn, pooled_keys=bool(switches.get("qsa")))
     llama = lib.llama
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)

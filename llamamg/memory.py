@@ -81,16 +81,18 @@ def check_memory(
     header: ModelHeader,
     devices: Sequence[DeviceMemory] = (),
     warn: Callable[[str], None] = lambda _: None,
+    pooled_keys: bool = False,
 ) -> None:
     """Compare what is needed with what is free on each device. Raises MemoryShortage.
 
+    `pooled_keys`: native QSA is on and keeps pooled keys beside the cache.
     `warn` gets a sentence when it will work, but slowly: weights larger than main memory.
     """
     names = {device.name for device in devices}
     if config.model.rpc or set(config.model.devices or ()) - names:
         return  # devices of other machines are not known before loading
     try:
-        needs = estimate(config, header, devices)
+        needs = estimate(config, header, devices, pooled_keys)
     except (TypeError, ValueError, LookupError):
         return  # metadata of an odd shape: whether such a model loads is for libllama to say
     for device in devices:
@@ -123,7 +125,9 @@ def check_memory(
         )
 
 
-def estimate(config: Config, header: ModelHeader, devices: Sequence[DeviceMemory] = ()) -> Estimate:
+def estimate(
+    config: Config, header: ModelHeader, devices: Sequence[DeviceMemory] = (), pooled_keys: bool = False
+) -> Estimate:
     """Bytes needed on each device for weights, context and computing."""
     c = config.context
     layers = LayerShapes(header)
@@ -139,6 +143,8 @@ def estimate(config: Config, header: ModelHeader, devices: Sequence[DeviceMemory
             for kind, n_values in ((c.cache_type_k, layers.n_k(layer)), (c.cache_type_v, layers.n_v(layer))):
                 need.cache += n_streams * cells * _row_bytes(kind, n_values)
             need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
+            if pooled_keys:
+                need.indexer += int(n_streams * n_cells * _F32 * layers.n_pooled(layer))
         if layers.is_recurrent(layer):
             n_rows = n_slots(c) * (1 + c.n_rs_seq)
             need.recurrent += n_rows * _F32 * layers.n_state(layer)

@@ -56,6 +56,12 @@ class LayerShapes:
         pooled = 3 if self.h.get("attention.indexer.kpool") else 1
         return pooled * int(self.h.get("attention.indexer.key_length", 0))
 
+    def n_pooled(self, layer: int) -> float:
+        """Values of pooled indexer keys for each cell: one F32 key for every block of `compress_ratios` cells."""
+        ratios = self.h.get("attention.compress_ratios") or ()
+        ratio = int(ratios[layer]) if layer < len(ratios) else 0
+        return self.n_indexer(layer) / ratio if ratio > 0 else 0.0
+
     def n_state(self, layer: int) -> int:
         """Values of one sequence's recurrent state."""
         g, n_embd = self.h.get, int(self.h.get("embedding_length", 0))

@@ -15,7 +15,8 @@ from llamamg import Config, Guard, Request, Slot, StepState, Unavailable, hookim
     name="seq-compact",
     summary="moves and places sequences so that busy slots have consecutive sequence ids",
     helps="several sessions that end at different times, one KV stream per slot",
-    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap",
+    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap; "
+    "plain models on the CPU",
     guard=Guard.same_tokens(),
     toggle="step",
     effect="moves",

@@ -159,3 +159,16 @@ def test_main_memory_is_that_of_this_machine() -> None:
     free, total = memory.main_memory()
     assert free > 0
     assert total == int(re.search(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def test_pooled_keys_of_native_qsa_are_counted(micro_model: Path) -> None:
+    config = Config(ModelConfig(micro_model), ContextConfig(n_ctx=8192, n_parallel=1))
+    header = open_model(micro_model)
+    plain = estimate(config, header).on("CPU").indexer
+    pooled = estimate(config, header, pooled_keys=True).on("CPU").indexer - plain
+    ratios, width = (
+        header.metadata["qwen4exp.attention.compress_ratios"],
+        header.metadata["qwen4exp.attention.indexer.key_length"],
+    )
+    assert pooled == sum(8192 // ratio * width * 4 for ratio in ratios if ratio)
+    assert pooled > 0
