@@ -157,10 +157,12 @@ class Server:
         return self.process.cpu_s() if self.process else -1.0
 
 
-def ours(model: Path, flags: Sequence[str], plugins: Sequence[str] = (), name: str = "ours") -> Server:
-    """`llamamg serve` of this checkout; `plugins` are its --enable/--disable options."""
+def ours(
+    model: Path, flags: Sequence[str], plugins: Sequence[str] = (), name: str = "ours", module: str = "llamamg"
+) -> Server:
+    """`llamamg serve` of this checkout; `plugins` are its --enable/--disable options, `module` is what starts it."""
     port = free_port()
-    argv = [sys.executable, "-m", "llamamg", "serve", "-m", str(model), *flags, "--port", str(port), *plugins]
+    argv = [sys.executable, "-m", module, "serve", "-m", str(model), *flags, "--port", str(port), *plugins]
     return Server(name, f"http://127.0.0.1:{port}", Process(name, argv))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,12 @@ from llamamg import library as native_library
 from llamamg import paths, synth
 
 STALE_AFTER_S = 24 * 3600
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A job in the background has Ctrl-C ignored, and hands that down to every program a test starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
