@@ -19,7 +19,7 @@ from llamamg.engine import Engine
 from llamamg.guard import Divergence, Guard
 from llamamg.library import Library
 from llamamg.loading import load
-from llamamg.plugins import PluginSet
+from llamamg.plugins import PluginSet, discover
 from llamamg.plugins.testing import Point, declared
 from llamamg_plugins.seq_compact import SeqCompact
 
@@ -42,6 +42,12 @@ def opened(library: Library, micro_model: Path) -> Iterator[Opened]:
     yield make
     for engine in engines:
         engine.stop(0.0)
+
+
+
+def shipped() -> list[str]:
+    """The plugins that come with llamamg."""
+    return [name for name, found in discover().items() if found.shipped]
 
 
 def meddler(name: str, guard: Guard, meddle: Callable[[Engine], None]) -> type[Any]:
@@ -227,9 +233,9 @@ def test_the_command(library: Library, micro_model: Path, tmp_path: Path, capsys
     assert code == 0, err
     (file,) = results.glob("*/*/result.json")
     result = json.loads(file.read_text())
-    assert {row["plugin"]: row["status"] for row in result["rows"]} == dict.fromkeys(
-        ("(none)", "prefill-gate", "seq-compact"), "held"
-    )
+    statuses = {row["plugin"]: row["status"] for row in result["rows"]}
+    assert set(statuses) >= {"(none)", *shipped()}
+    assert set(statuses.values()) == {"held"}
     assert all(row["same_batches"]["n_same_bits"] == row["same_batches"]["n_positions"] for row in result["rows"])
     assert out == check.table(result) + "\n"
     assert (file.parent / "table.txt").read_text() == out
