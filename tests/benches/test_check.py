@@ -236,7 +236,9 @@ def test_the_command(library: Library, micro_model: Path, tmp_path: Path, capsys
     statuses = {row["plugin"]: row["status"] for row in result["rows"]}
     assert set(statuses) >= {"(none)", *shipped()}
     assert set(statuses.values()) == {"held"}
-    assert all(row["same_batches"]["n_same_bits"] == row["same_batches"]["n_positions"] for row in result["rows"])
+    exact = [row["same_batches"] for row in result["rows"] if not str(row["guard"]).startswith("close")]
+    assert len(exact) >= 3  # a plugin with kernels of its own promises less
+    assert all(same["n_same_bits"] == same["n_positions"] for same in exact)
     assert out == check.table(result) + "\n"
     assert (file.parent / "table.txt").read_text() == out
 
