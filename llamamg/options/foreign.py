@@ -50,6 +50,20 @@ def _variable(group: str, target: str, env: str, help: str, *, neutral: tuple[st
     )
 
 
+def _of_another_way(env: str, help: str) -> Option:
+    """A variable of the fork for a piece of its way to do sparse attention, which the plugin qsa does without."""
+    return Option(
+        names=(),
+        parse=text,
+        env=env,
+        status=Status.NOTED,
+        reason="the plugin qsa needs neither bias, mask nor gather; --disable qsa is the way to compare",
+        help=help,
+        group=QSA,
+        example="1",
+    )
+
+
 def _ngram(kind: str) -> tuple[Option, ...]:
     flag = f"--spec-ngram-{kind}"
     return (
@@ -139,9 +153,9 @@ OPTIONS = (
         "CUDA graphs for batches of a group",
         neutral=("0",),
     ),
-    _variable(QSA, "qsa.bias-device", "LLAMA_QSA_BIAS_DEVICE", "selection bias made on the device", neutral=("0",)),
-    _variable(QSA, "qsa.mask-device", "LLAMA_KQ_MASK_DEVICE", "attention mask made on the device", neutral=("0",)),
-    _variable(QSA, "qsa.compact-disable", "LLAMA_QSA_COMPACT_DISABLE", "no compact gather", neutral=("0",)),
+    _of_another_way("LLAMA_QSA_BIAS_DEVICE", "selection bias made on the device"),
+    _of_another_way("LLAMA_KQ_MASK_DEVICE", "attention mask made on the device"),
+    _of_another_way("LLAMA_QSA_COMPACT_DISABLE", "no compact gather"),
     Option(
         names=(),
         env="LLAMA_PIPELINE_PARALLEL",
