@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -eq 2 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
 mkdir -p "$2"
 pack=$(cd "$1" && pwd) out=$(cd "$2" && pwd)
-work=${WORK:-/tmp/llamamg-grid} preset=${PRESET:-full} python=${PYTHON:-python3}
+work=${WORK:-$(mktemp -d)} preset=${PRESET:-full} python=${PYTHON:-python3}
 flags=${FLAGS:--ngl 99 -fa on -ctk q8_0 -ctv q8_0 -b 2048 -ub 512 -c 1310720 -np 5 -t 8}
 say() { echo "[$(date +%T)] $*"; }
 exec 3>&1

@@ -192,7 +192,6 @@ class Shape(HTMLParser):
 
 
 def test_one_file_with_curves_and_bars_that_loads_nothing(results: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     out = tmp_path / "report.html"
     assert run_module(report, ["--results", str(results), "-o", str(out)], "llamamg bench report") == 0
     text = out.read_text()
@@ -217,7 +216,6 @@ def test_no_results_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_file_that_cannot_be_written_is_a_sentence(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     out = results / "no" / "report.html"
     assert run_module(report, ["--results", str(results), "-o", str(out)], "llamamg bench report") == 1
     assert "-o" in capsys.readouterr().err
