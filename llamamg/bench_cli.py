@@ -14,6 +14,7 @@ MODULES = (
     "ab",
     "ablation",
     "mixed",
+    "gate",
     "grid",
     "check",
     "kernels",

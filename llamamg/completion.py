@@ -99,12 +99,15 @@ class Completion:
             t.ttft_ms = 1e3 * (now - sequence.request.arrival)
             stats.prompt_s += now - sequence.t_start
             stats.ttft.observe(now - sequence.request.arrival)
+            stats.queue.observe(max(0.0, t.queue_ms / 1e3))
+            stats.prefill.observe(now - sequence.t_start)
             return
         gap = now - sequence.t_last
         sequence.t_last = now
         stats.predicted_s += gap
         stats.itl.observe(gap)
         itl.add(gap)
+        t.gaps_s.append(gap)
         t.predicted_ms = 1e3 * (now - sequence.t_prompt)
 
     def _end(self, sequence: Sequence, token: int, now: float, sent: str, n_held: int) -> FinishReason | None:

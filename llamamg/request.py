@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -96,7 +97,7 @@ class Request:
 
 @dataclass(slots=True)
 class Timings:
-    """Where a request's time went. Milliseconds; `json()` has llama-server's `timings` names."""
+    """Where a request's time went. Milliseconds; `json()` has llama-server's `timings` names, and ours behind them."""
 
     cache_n: int = 0
     prompt_n: int = 0
@@ -107,6 +108,7 @@ class Timings:
     ttft_ms: float = 0.0
     draft_n: int = 0
     draft_n_accepted: int = 0
+    gaps_s: array[float] = field(default_factory=lambda: array("f"))  # between tokens, seconds
 
     def json(self) -> dict[str, Any]:
         """The `timings` object; rates are 0.0 where nothing was measured, the first token counts to the prompt."""
@@ -126,6 +128,14 @@ class Timings:
         if self.draft_n > 0:
             out["draft_n"] = self.draft_n
             out["draft_n_accepted"] = self.draft_n_accepted
+        if self.ttft_ms > 0:
+            out["queue_ms"] = round(self.queue_ms, 3)
+            out["ttft_ms"] = round(self.ttft_ms, 3)
+        if self.gaps_s:
+            p50, p99, most = (
+                1e3 * float(v) for v in np.percentile(np.frombuffer(self.gaps_s, np.float32), (50, 99, 100))
+            )
+            out["itl_p50_ms"], out["itl_p99_ms"], out["itl_max_ms"] = round(p50, 3), round(p99, 3), round(most, 3)
         return out
 
 

@@ -73,4 +73,6 @@ class Stats:
     n_moves: int = 0
     n_moves_dropped: int = 0  # moves that cost an idle slot its cached prompt
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
+    queue: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))  # from arrival into a slot
+    prefill: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))  # from the slot to the first token
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llamamg import Config, Guard, Options, Sequence, StepState, Unavailable, hookimpl, plugin
+from llamamg import Batch, Config, Guard, Options, Sequence, StepState, Unavailable, hookimpl, plugin
+from llamamg_plugins.chunk_choice import ChunkChoice
 
 
 @plugin(
@@ -17,7 +18,7 @@ from llamamg import Config, Guard, Options, Sequence, StepState, Unavailable, ho
     effect="steps limited",
 )
 class PrefillGate:
-    """Prompts go in arrival order, so each one waits at most for those that came before it."""
+    """Prompts go in arrival order; a short one may pass longer ones, in every second step, so each one's wait is bounded."""
 
     def __init__(
         self,
@@ -26,13 +27,22 @@ class PrefillGate:
         max_long: int = 1,
         chunk: int = 256,
         max_with_decode: int = 1,
+        itl_target_ms: float = 0.0,
+        itl_ratio: float = 2.5,
+        min_share: float = 0.1,
+        pass_threshold: int = 512,
     ) -> None:
         self.max_partial = max_partial
         self.long_threshold = long_threshold
         self.max_long = max_long
         self.chunk = chunk
         self.max_with_decode = max_with_decode
+        self.itl_target_ms, self.itl_ratio, self.min_share = itl_target_ms, itl_ratio, min_share
+        self.pass_threshold = pass_threshold
         self.effect = 0
+        self._passed = False  # a short prompt went first in the last step in which it had to pass one
+        self._choice: ChunkChoice | None = None
+        self._budget = (-1, 0)  # step, prompt tokens: both hooks of a step ask
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -69,7 +79,7 @@ class PrefillGate:
             type=int,
             default=256,
             minimum=0,
-            help="prompt tokens per step while anybody decodes; 0 sets no limit",
+            help="most prompt tokens per step while anybody decodes; 0 sets no limit, and an itl-target-ms replaces it",
             env=("LLAMA_SERVER_PREFILL_CHUNK",),
         )
         options.add(
@@ -80,12 +90,45 @@ class PrefillGate:
             help="like max-partial, while anybody decodes; the smaller one counts",
             env=("LLAMA_SERVER_PREFILL_MAX_WITH_DECODE",),
         )
+        options.add(
+            "itl-target-ms",
+            type=float,
+            default=0.0,
+            minimum=0,
+            help="how long a step with prompt tokens may take beside decoders, learned from the steps before; 0: no target",
+            aliases=("--itl-target-ms",),
+        )
+        options.add(
+            "itl-ratio",
+            type=float,
+            default=2.5,
+            minimum=0,
+            help="the same as a multiple of a step without prompt tokens; 0: no such limit",
+            aliases=("--itl-ratio",),
+        )
+        options.add(
+            "min-share",
+            type=float,
+            default=0.1,
+            minimum=0,
+            help="part of its solo rate that a prompt keeps beside decoders, even where that breaks the target",
+            aliases=("--prefill-min-share",),
+        )
+        options.add(
+            "pass-threshold",
+            type=int,
+            default=512,
+            minimum=0,
+            help="a prompt with at most this many tokens left may pass longer ones, in every second step",
+            aliases=("--prefill-pass-threshold",),
+        )
 
     @hookimpl
     def configure(self, config: Config) -> None:
         """One slot has nothing to gate."""
         if config.context.n_parallel == 1:
             raise Unavailable("there is one slot, so no prompt meets another sequence (use --parallel 2 or more)")
+        self.learn(config.context.n_ubatch)
 
     @hookimpl
     def order_prefills(self, state: StepState, waiting: list[Sequence]) -> list[Sequence] | None:
@@ -95,7 +138,7 @@ class PrefillGate:
         n_most = min(self.max_partial, self.max_with_decode) if state.decoding else self.max_partial
         chosen: list[Sequence] = []
         n_long = 0
-        for sequence in sorted(waiting, key=_arrival):
+        for sequence in self._in_turn(sorted(waiting, key=_arrival)):
             is_long = sequence.n_prompt_left > self.long_threshold
             if is_long and n_long == self.max_long:
                 continue  # a later short prompt may use the room this one cannot
@@ -111,8 +154,52 @@ class PrefillGate:
 
     @hookimpl
     def prefill_budget(self, state: StepState) -> int | None:
-        """`chunk` tokens while anybody waits for its next token."""
-        return self.chunk if self.chunk and state.decoding else None
+        """While anybody waits for its next token: what fits into the latency target, at most `chunk`."""
+        if not state.decoding:
+            return None
+        if not self._has_target:
+            return self.chunk or None
+        if self._budget[0] != state.step:
+            room = max(1, state.n_batch - len(state.decoding))
+            most = room if self.itl_target_ms or not self.chunk else min(room, self.chunk)
+            self._budget = (state.step, self._chooser(state).choose(state, most))
+        return self._budget[1]
+
+    @hookimpl
+    def batch_done(self, batch: Batch, elapsed_s: float) -> None:
+        """Learn what steps take."""
+        if self._choice is not None:
+            self._choice.observe(batch, elapsed_s)
+
+    @property
+    def _has_target(self) -> bool:
+        return self.itl_target_ms > 0 or self.itl_ratio > 0
+
+    def learn(self, n_ubatch: int) -> None:
+        """Look at what steps take from now on, with and without prompt tokens."""
+        if self._has_target:
+            self._choice = ChunkChoice(
+                n_ubatch,
+                target_s=self.itl_target_ms / 1e3,
+                ratio=0.0 if self.itl_target_ms else self.itl_ratio,
+                min_share=self.min_share,
+            )
+
+    def _chooser(self, state: StepState) -> ChunkChoice:
+        if self._choice is None:
+            self.learn(state.n_ubatch)
+        assert self._choice is not None
+        return self._choice
+
+    def _in_turn(self, arrived: list[Sequence]) -> list[Sequence]:
+        """Arrival order; in every second step that has both, short prompts before the longer ones that came earlier."""
+        short = [sequence for sequence in arrived if sequence.n_prompt_left <= self.pass_threshold]
+        if not short or arrived[: len(short)] == short:
+            return arrived
+        self._passed = not self._passed
+        if not self._passed:
+            return arrived
+        return short + [sequence for sequence in arrived if sequence.n_prompt_left > self.pass_threshold]
 
 
 def _arrival(sequence: Sequence) -> tuple[int, float, int]:

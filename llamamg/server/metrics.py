@@ -54,6 +54,8 @@ class EngineCollector(Collector):
         yield _histogram(
             "llamamg:time_to_first_token_seconds", "From a request's arrival to its first token", stats.ttft
         )
+        yield _histogram("llamamg:queue_seconds", "From a request's arrival into a slot", stats.queue)
+        yield _histogram("llamamg:prefill_seconds", "From the slot to the first token", stats.prefill)
         yield _histogram("llamamg:inter_token_latency_seconds", "Between two tokens of a sequence", stats.itl)
         yield from self._plugins()
 

@@ -135,8 +135,17 @@ def test_timings_and_totals(n_predict: int) -> None:
     stats = engine.stats
     assert (stats.n_prompt_tokens, stats.n_prompt_cached, stats.n_predicted) == (21, 19, 2 * n_predict)
     assert (stats.n_decode, stats.n_busy_sum) == (2 * n_predict, 2 * n_predict)
-    assert stats.ttft.count == 2
+    assert stats.ttft.count == stats.queue.count == stats.prefill.count == 2
     assert stats.itl.count == 2 * (n_predict - 1)
+    shown = second.timings.json()
+    assert shown["queue_ms"] == pytest.approx(1e3 * stats.queue.sum, abs=first.timings.queue_ms + 0.01)
+    assert 0 <= shown["queue_ms"] <= shown["ttft_ms"] == pytest.approx(shown["queue_ms"] + shown["prompt_ms"], abs=0.01)
+    assert len(second.timings.gaps_s) == n_predict - 1
+    if n_predict == 1:
+        assert "itl_p50_ms" not in shown
+    else:
+        assert 0 < shown["itl_p50_ms"] <= shown["itl_p99_ms"] <= shown["itl_max_ms"] <= shown["predicted_ms"]
+        assert sum(second.timings.gaps_s) * 1e3 == pytest.approx(shown["predicted_ms"], rel=1e-3, abs=1e-3)
 
 
 def test_views_of_slots_follow_the_request_and_remember_it() -> None:

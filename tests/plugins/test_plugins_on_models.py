@@ -112,7 +112,8 @@ def test_the_library_makes_one_pass_where_it_made_three(
     assert passes[-10:] == [n_passes] * 10
 
 
-def test_prefill_gate_off_equals_on(serve: Serve) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256, 2048])
+def test_prefill_gate_off_equals_on(serve: Serve, chunk: int) -> None:
     def late(into: list[Request]) -> Callable[[Engine, int], None]:
         def after(engine: Engine, step: int) -> None:
             if step == 3:
@@ -125,13 +126,44 @@ def test_prefill_gate_off_equals_on(serve: Serve) -> None:
     late_off: list[Request] = []
     late_on: list[Request] = []
     tokens_off, _, batches_off = serve((), [first_off], n_slots=2, after=late(late_off))
-    chunk = {"prefill-gate": {"chunk": "64"}}
-    tokens_on, engine, batches_on = serve(("prefill-gate",), [first_on], n_slots=2, after=late(late_on), options=chunk)
+    options = {"prefill-gate": {"chunk": str(chunk), "itl-ratio": "0"}}
+    tokens_on, engine, batches_on = serve(
+        ("prefill-gate",), [first_on], n_slots=2, after=late(late_on), options=options
+    )
     assert tokens_on[first_on.id] == tokens_off[first_off.id]
     assert tokens_on[late_on[0].id] == tokens_off[late_off[0].id]
 
     def largest(batches: list[list[tuple[int, int]]]) -> int:
         return max(n for batch in batches if len(batch) == 2 for _, n in batch)
 
-    assert largest(batches_on) == 64 < largest(batches_off)
-    assert next(view.effect for view in engine.plugins.views() if view.name == "prefill-gate") >= 4
+    assert largest(batches_on) == min(chunk, largest(batches_off))
+    effect = next(view.effect for view in engine.plugins.views() if view.name == "prefill-gate")
+    assert effect >= 4 if chunk <= 64 else effect == 0
+
+
+def test_a_prompt_aborted_at_any_chunk_leaves_its_slot_usable_and_its_part_cached(serve: Serve) -> None:
+    """The same prompt again computes only what was not done, and its answer is that of the run nobody aborted."""
+    options = {"prefill-gate": {"chunk": "64", "itl-ratio": "0"}}
+    whole = greedy(300, 6, seed=9)
+    expected, _, _ = serve(("prefill-gate",), [whole], n_slots=2, options=options)
+    n_done = set()
+    for abort_at in range(4, 9):
+        gone, again = greedy(300, 6, seed=9, id_slot=0), greedy(300, 6, seed=9, id_slot=0)
+
+        def after(
+            engine: Engine, step: int, abort_at: int = abort_at, gone: Request = gone, again: Request = again
+        ) -> None:
+            if step == 3:
+                engine.submit(gone)
+            if step == abort_at:
+                n_done.add(len(engine.slots[0].tokens))
+                engine.cancel(gone.id)
+                engine.submit(again)
+
+        decoder = greedy(20, 24, seed=1, id_slot=1)
+        tokens, engine, batches = serve(("prefill-gate",), [decoder], n_slots=2, after=after, options=options)
+        assert tokens[again.id] == expected[whole.id]
+        n_prompt_rows = sum(n for batch in batches for seq_id, n in batch if seq_id == 0) - (6 - 1)
+        assert n_prompt_rows == 300, "a part of the prompt was computed twice, or not at all"
+        assert engine.stats.n_prompt_cached in n_done
+    assert len(n_done) >= 4

@@ -52,9 +52,12 @@ def test_lower_priority_numbers_go_first() -> None:
 def test_long_prompts_beyond_max_long_wait_and_a_later_short_one_takes_the_place() -> None:
     long_1, long_2, short = prompt(9000, 1.0), prompt(9000, 2.0), prompt(100, 3.0)
     waiting = [long_2, short, long_1]
-    assert PrefillGate(max_partial=2).order_prefills(state(), waiting) == [long_1, short]
-    assert PrefillGate(max_partial=2, max_long=2).order_prefills(state(), waiting) == [long_1, long_2]
-    assert PrefillGate(max_partial=2, long_threshold=9000).order_prefills(state(), waiting) == [long_1, long_2]
+    assert PrefillGate(max_partial=2, pass_threshold=0).order_prefills(state(), waiting) == [long_1, short]
+    assert PrefillGate(max_partial=2, max_long=2, pass_threshold=0).order_prefills(state(), waiting) == [long_1, long_2]
+    assert PrefillGate(max_partial=2, long_threshold=9000, pass_threshold=0).order_prefills(state(), waiting) == [
+        long_1,
+        long_2,
+    ]
 
 
 def test_what_counts_as_long_is_what_is_left() -> None:
@@ -70,9 +73,10 @@ def test_beside_decoders_the_smaller_limit_counts() -> None:
 
 
 def test_chunk_only_beside_decoders_and_zero_is_off() -> None:
-    assert PrefillGate(chunk=256).prefill_budget(state(decoding=1)) == 256
-    assert PrefillGate(chunk=256).prefill_budget(state()) is None
-    assert PrefillGate(chunk=0).prefill_budget(state(decoding=1)) is None
+    assert PrefillGate(chunk=256, itl_ratio=0).prefill_budget(state(decoding=1)) == 256
+    assert PrefillGate(chunk=256, itl_ratio=0).prefill_budget(state()) is None
+    assert PrefillGate(chunk=256, itl_target_ms=50).prefill_budget(state()) is None
+    assert PrefillGate(chunk=0, itl_ratio=0).prefill_budget(state(decoding=1)) is None
 
 
 @pytest.mark.parametrize(
@@ -86,17 +90,22 @@ def test_chunk_only_beside_decoders_and_zero_is_off() -> None:
     ],
 )
 def test_effect_counts_only_steps_that_came_out_differently(n_decoding: int, lefts: list[int], effect: int) -> None:
-    gate = PrefillGate()
+    gate = PrefillGate(itl_ratio=0)
     gate.order_prefills(state(decoding=n_decoding), [prompt(n, float(i)) for i, n in enumerate(lefts)])
     assert gate.effect == effect
 
 
-def test_no_prompt_waits_longer_than_for_those_that_came_before_it() -> None:
-    """Whatever arrives later: a prompt is done within the steps that it and all earlier ones need one after the other."""
+@pytest.mark.parametrize("pass_threshold", [0, 10])
+def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshold: int) -> None:
+    """Whatever arrives later: a prompt is done within the steps that it and all earlier ones need one after the other,
+    and within twice as many where later short ones may pass it in every second step."""
     rng = random.Random(7)
     for _ in range(300):
         chunk, n_slots = rng.choice([1, 4, 16]), rng.randint(2, 6)
-        gate = PrefillGate(rng.randint(1, 3), rng.choice([0, 20, 50]), rng.randint(1, 2), chunk, rng.randint(1, 3))
+        gate = PrefillGate(
+            rng.randint(1, 3), rng.choice([0, 20, 50]), rng.randint(1, 2), chunk, rng.randint(1, 3),
+            itl_ratio=0, pass_threshold=pass_threshold,
+        )  # fmt: skip
         slots: list[Sequence | None] = [None] * n_slots
         bound: dict[int, int] = {}
         arrival = 0.0
@@ -106,7 +115,7 @@ def test_no_prompt_waits_longer_than_for_those_that_came_before_it() -> None:
                     arrival += 1.0
                     slots[i] = new = prompt(rng.choice([1, 5, 30, 60]), arrival, slot=i)
                     need = sum(-(-s.n_prompt_left // chunk) for s in slots if s is not None)
-                    bound[new.request.id] = step + need
+                    bound[new.request.id] = step + need * (2 if pass_threshold else 1) + bool(pass_threshold)
             waiting = [s for s in slots if s is not None]
             if not waiting:
                 continue
@@ -123,6 +132,20 @@ def test_no_prompt_waits_longer_than_for_those_that_came_before_it() -> None:
                     slots[i] = None
                 elif held is not None:
                     assert step + 1 < bound[held.request.id], "a prompt starves"
+
+
+def test_a_short_prompt_passes_a_long_one_in_every_second_step() -> None:
+    gate = PrefillGate(itl_ratio=0, pass_threshold=200)
+    long, short = prompt(60_000, 1.0), prompt(200, 2.0)
+    firsts = [(gate.order_prefills(state(decoding=1), [long, short]) or [])[0] for _ in range(6)]
+    assert firsts == [short, long] * 3
+
+
+def test_short_prompts_keep_their_own_order_and_do_not_pass_each_other() -> None:
+    gate = PrefillGate(itl_ratio=0, pass_threshold=200, max_partial=3, max_with_decode=3)
+    early, late, long = prompt(200, 1.0), prompt(10, 3.0), prompt(5000, 2.0)
+    assert gate.order_prefills(state(decoding=1), [long, late, early]) == [early, late, long]
+    assert gate.order_prefills(state(decoding=1), [late, early]) == [early, late]
 
 
 def test_long_prompts_start_in_arrival_order() -> None:
@@ -155,6 +178,10 @@ def test_the_forks_flags_and_variables_are_declared() -> None:
         "max-long": (1, ("--prefill-max-long",), ("LLAMA_ARG_PREFILL_MAX_LONG",)),
         "chunk": (256, (), ("LLAMA_SERVER_PREFILL_CHUNK",)),
         "max-with-decode": (1, (), ("LLAMA_SERVER_PREFILL_MAX_WITH_DECODE",)),
+        "itl-target-ms": (0.0, ("--itl-target-ms",), ()),
+        "itl-ratio": (2.5, ("--itl-ratio",), ()),
+        "min-share": (0.1, ("--prefill-min-share",), ()),
+        "pass-threshold": (512, ("--prefill-pass-threshold",), ()),
     }
 
 
@@ -170,7 +197,7 @@ def test_wrong_values(option: str, value: str) -> None:
 
 
 def gated(**options: str) -> PluginSet:
-    return on(PrefillGate, options={"prefill-gate": {"chunk": "8", **options}})
+    return on(PrefillGate, options={"prefill-gate": {"chunk": "8", "itl-ratio": "0", **options}})
 
 
 def texts(events: list[Any]) -> dict[int, str]:

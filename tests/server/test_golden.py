@@ -167,6 +167,7 @@ def test_metrics_have_llama_servers_names_and_kinds() -> None:
     assert samples['llamamg:inter_token_latency_seconds_bucket{le="0.02"}'] == "1.0"
     assert samples["llamamg:inter_token_latency_seconds_count"] == "1.0"
     assert samples["llamamg:time_to_first_token_seconds_count"] == "0.0"
+    assert samples["llamamg:queue_seconds_count"] == samples["llamamg:prefill_seconds_count"] == "0.0"
     assert samples['llamamg:plugin_effect_total{plugin="gate"}'] == "3.0"
     assert samples['llamamg:plugin_enabled{plugin="gate"}'] == "1.0"
 
