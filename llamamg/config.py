@@ -17,7 +17,7 @@ class ModelConfig:
     path: Path
     n_gpu_layers: int | str = "auto"  # a number, "auto" or "all"
     split_mode: str = "layer"  # none | layer | row | tensor
-    tensor_split: tuple[float, ...] = ()
+    tensor_split: tuple[float, ...] | str = ()  # parts, or "auto" until the devices are known
     main_gpu: int = 0
     devices: tuple[str, ...] | None = None  # None: all; () : none
     override_tensor: tuple[tuple[str, str], ...] = ()  # (regex, buffer type name)

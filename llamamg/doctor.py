@@ -12,9 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 import llamamg
 from llamamg import library
+from llamamg.devices import report as device_report
+from llamamg.devices.survey import survey
+from llamamg.errors import LoadError
 from llamamg.native import cuda, toolchain
+from llamamg.options.declared import declared_options
+from llamamg.options.resolve import parse
+from llamamg.options.table import Table
+from llamamg.plugins import discover
 
 PACKAGES = ("llama_cpp_python", "numpy", "cffi", "pluggy", "starlette", "uvicorn", "uvloop", "httptools", "orjson")
 CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -24,6 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `llamamg doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--build", type=Path, metavar="DIR", help="look at this build instead of the default one")
+    parser.add_argument(
+        "--devices", action="store_true", help="measure the devices: speed, hops between them, the order to use them in"
+    )
+    parser.add_argument(
+        "-m", "--model", type=Path, metavar="FILE", help="with --devices: also what each device would hold of this model, "
+        "the time of each stage, and the split that balances them",
+    )  # fmt: skip
+    parser.add_argument(
+        "serve_flags", nargs="*", metavar="-- FLAG…", help="after --: flags of `llamamg serve` that the model would be served with"
+    )  # fmt: skip
 
 
 def examine(build: Path | None = None) -> dict[str, Any]:
@@ -109,10 +128,31 @@ def _library_lines(lib: dict[str, Any]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`llamamg doctor`. Exit status 1 when no library can be loaded."""
+    """`llamamg doctor`. Exit status 1 when no library can be loaded. Raises LoadError or OptionError with a sentence."""
+    if (args.model or args.serve_flags) and not args.devices:
+        raise LoadError("a model and flags of `llamamg serve` mean something with --devices only: give that too")
+    if args.serve_flags and not args.model:
+        raise LoadError("flags of `llamamg serve` are about a model: give -m too")
     facts = examine(args.build)
-    print(json.dumps(facts, indent=1) if args.json else report(facts))
-    return 1 if "error" in facts["library"] else 0
+    failed = "error" in facts["library"]
+    if args.devices and not failed:
+        facts["survey"] = _survey(args)
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print("\n".join([report(facts), *(device_report.lines(facts["survey"]) if "survey" in facts else ())]))
+    return 1 if failed else 0
+
+
+def _survey(args: argparse.Namespace) -> dict[str, Any]:
+    config = None
+    if args.model:
+        found = discover()
+        flags = ["-m", str(args.model), *args.serve_flags]
+        config = parse(flags, os.environ, Table(declared_options(found)), found).config
+    loaded = library.load(args.build)
+    with tqdm(desc="measuring", unit="", bar_format="{desc}", leave=False, disable=None) as bar:
+        return survey(loaded, config, lambda what: bar.set_description_str(f"measuring the {what}"))
 
 
 def main(argv: list[str] | None = None) -> int:

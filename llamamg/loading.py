@@ -12,6 +12,7 @@ from llamamg.arrange import Arranger
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
 from llamamg.config import Config
+from llamamg.devices import split
 from llamamg.engine import Engine
 from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
@@ -48,7 +49,9 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         _warn(sentence)
     lib.mg.set_log(LOG_LEVELS[max(0, min(config.server.log_level, 5))])
     switches = {**plugins.native_switches(), **config.native_switches}
-    check_memory(config, open_model(config.model.path), lib.mg.devices(), _warn, pooled_keys=bool(switches.get("qsa")))
+    header, pooled_keys = open_model(config.model.path), bool(switches.get("qsa"))
+    config = split.resolve(lib, config, header, _say, pooled_keys)
+    check_memory(config, header, lib.mg.devices(), _warn, pooled_keys)
     llama = lib.llama
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)
@@ -77,6 +80,10 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     if config.plugins.guard_replay:
         engine.shadow = engine.scheduler.watcher = Shadow(config, llama, runner, kv, vocab, plugins, n_slots(c))
     return engine
+
+
+def _say(sentence: str) -> None:
+    print(f"llamamg: {sentence}", file=sys.stderr, flush=True)
 
 
 def _warn(sentence: str) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from llamamg.config import Config, ContextConfig
 from llamamg.errors import LoadError
 from llamamg.memory_shape import LayerShapes, padded
 from llamamg.model import is_unified, n_slots
 from llamamg.modelfile import TYPES, ModelHeader
-from llamamg.placement import EXPERTS
+from llamamg.placement import DENSE, EXPERTS
 
 CPU = "CPU"
 _ROW = {name: (per_block, block_bytes) for name, per_block, block_bytes in TYPES.values()}
@@ -39,6 +39,9 @@ class DeviceMemory(Protocol):
     def type(self) -> str: ...
     @property
     def memory_free(self) -> int: ...
+
+
+DeviceT = TypeVar("DeviceT", bound=DeviceMemory)
 
 
 @dataclass(slots=True)
@@ -132,25 +135,34 @@ def estimate(
     c = config.context
     layers = LayerShapes(header)
     place = _Placement(config, layers.n_layer, devices)
-    n_cells, n_streams, n_ctx = _cells(c, header)
-    out = Estimate(n_ctx)
+    out = Estimate(_cells(c, header)[2])
     for tensor in header.tensors:
         out.on(place.weight(tensor.name)).weights += tensor.n_bytes
     for layer in range(layers.n_layer):
-        need = out.on(place.cache(layer))
-        if layers.has_attention(layer):
-            cells = layers.cells(layer, n_cells, c, n_streams)
-            for kind, n_values in ((c.cache_type_k, layers.n_k(layer)), (c.cache_type_v, layers.n_v(layer))):
-                need.cache += n_streams * cells * _row_bytes(kind, n_values)
-            need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
-            if pooled_keys:
-                need.indexer += int(n_streams * n_cells * _F32 * layers.n_pooled(layer))
-        if layers.is_recurrent(layer):
-            n_rows = n_slots(c) * (1 + c.n_rs_seq)
-            need.recurrent += n_rows * _F32 * layers.n_state(layer)
+        need, of_layer = out.on(place.cache(layer)), layer_memory(config, header, layers, layer, pooled_keys)
+        need.cache += of_layer.cache
+        need.indexer += of_layer.indexer
+        need.recurrent += of_layer.recurrent
     for device in out.devices:
-        out.devices[device].compute = _compute(c, header, n_cells)
+        out.devices[device].compute = compute_bytes(config, header)
     return out
+
+
+def layer_memory(config: Config, header: ModelHeader, layers: LayerShapes, layer: int, pooled_keys: bool) -> Need:
+    """What one layer remembers of all sequences: cache, indexer keys, recurrent state."""
+    c, need = config.context, Need()
+    n_cells, n_streams, _ = _cells(c, header)
+    if layers.has_attention(layer):
+        cells = layers.cells(layer, n_cells, c, n_streams)
+        for kind, n_values in ((c.cache_type_k, layers.n_k(layer)), (c.cache_type_v, layers.n_v(layer))):
+            need.cache += n_streams * cells * _row_bytes(kind, n_values)
+        need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
+        if pooled_keys:
+            need.indexer += int(n_streams * n_cells * _F32 * layers.n_pooled(layer))
+    if layers.is_recurrent(layer):
+        n_rows = n_slots(c) * (1 + c.n_rs_seq)
+        need.recurrent += n_rows * _F32 * layers.n_state(layer)
+    return need
 
 
 def _cells(c: ContextConfig, header: ModelHeader) -> tuple[int, int, int]:
@@ -167,8 +179,10 @@ def _row_bytes(kind: str, n_values: int) -> int:
     return -(-n_values // per_block) * block_bytes
 
 
-def _compute(c: ContextConfig, header: ModelHeader, n_cells: int) -> int:
+def compute_bytes(config: Config, header: ModelHeader) -> int:
     """Least that a graph takes: logits of all outputs, the activations of a ubatch, and the attention mask (f16)."""
+    c = config.context
+    n_cells = _cells(c, header)[0]
     n_vocab = max((t.shape[1] for t in header.tensors if t.name in ("token_embd.weight", "output.weight")), default=0)
     n_embd = int(header.get("embedding_length", 0))
     n_outputs = c.n_outputs_max or min(n_slots(c) * (1 + c.n_draft_max), c.n_batch)
@@ -183,38 +197,46 @@ class _Placement:
     def __init__(self, config: Config, n_layer: int, devices: Sequence[DeviceMemory]) -> None:
         m = config.model
         self.n_layer, self.offload = n_layer, config.context.offload_kqv
-        self.devices = list(_gpus(config, devices))
+        self.devices = list(gpus(config, devices))
         n_gpu = n_layer + 1 if isinstance(m.n_gpu_layers, str) else min(m.n_gpu_layers, n_layer + 1)
         self.first = n_layer + 1 - n_gpu if self.devices else n_layer + 1
-        parts = m.tensor_split[: len(self.devices)] or [float(device.memory_free) for device in self.devices]
+        given = m.tensor_split if isinstance(m.tensor_split, tuple) else ()
+        parts = [*given[: len(self.devices)]] or [float(device.memory_free) for device in self.devices]
         parts = [*parts, *[0.0] * (len(self.devices) - len(parts))]
         total = sum(parts) or 1.0
         self.bounds = [bound / total for bound in accumulate(parts)]
-        self.overrides = [(re.compile(pattern), buffer) for pattern, buffer in _overrides(config)]
+        self.overrides = overrides(config)
 
     def weight(self, tensor: str) -> str:
         for pattern, buffer in self.overrides:
             if pattern.search(tensor):
                 return buffer
         if tensor.startswith("blk."):
-            return self._device(int(tensor.split(".")[1]))
-        return self._device(self.n_layer) if tensor.startswith("output") else CPU
+            return self.layer(int(tensor.split(".")[1]))
+        return self.layer(self.n_layer) if tensor.startswith("output") else CPU
 
     def cache(self, layer: int) -> str:
-        return self._device(layer) if self.offload else CPU
+        return self.layer(layer) if self.offload else CPU
 
-    def _device(self, layer: int) -> str:
+    def layer(self, layer: int) -> str:
         if layer < self.first or not self.devices:
             return CPU
         part = (layer - self.first) / max(1, self.n_layer + 1 - self.first)
         return self.devices[min(bisect_right(self.bounds, part), len(self.devices) - 1)].name
 
 
-def _gpus(config: Config, devices: Sequence[DeviceMemory]) -> Iterator[DeviceMemory]:
-    """The devices that take layers, in order."""
+def place(config: Config, devices: Sequence[DeviceMemory], n_layer: int) -> list[str]:
+    """The device of each layer, and of the head as the last one."""
+    spread = _Placement(config, n_layer, devices)
+    return [spread.layer(layer) for layer in range(n_layer + 1)]
+
+
+def gpus(config: Config, devices: Sequence[DeviceT]) -> Iterator[DeviceT]:
+    """The devices that take layers, in libllama's order: those of other machines first."""
     m = config.model
     found = {device.name: device for device in devices if device.type in ("gpu", "igpu")}
     discrete = [device for device in found.values() if device.type == "gpu"]
+    discrete.sort(key=lambda device: not device.name.startswith("RPC"))
     chosen = (
         (discrete or list(found.values()))
         if m.devices is None
@@ -225,13 +247,15 @@ def _gpus(config: Config, devices: Sequence[DeviceMemory]) -> Iterator[DeviceMem
     yield from chosen
 
 
-def _overrides(config: Config) -> Iterator[tuple[str, str]]:
+def overrides(config: Config) -> list[tuple[re.Pattern[str], str]]:
+    """Which tensors go to which buffer type, whatever device their layer is on. The first that matches counts."""
     m = config.model
-    yield from m.override_tensor
+    wanted = list(m.override_tensor)
     if m.cpu_moe:
-        yield EXPERTS, CPU
-    yield from ((rf"blk\.{layer}{EXPERTS}", CPU) for layer in range(m.n_cpu_moe))
-    yield from ((rf"blk\.{layer}\.ffn_(up|down|gate)\.", CPU) for layer in range(m.n_cpu_ffn))
+        wanted.append((EXPERTS, CPU))
+    wanted += [(rf"blk\.{layer}{EXPERTS}", CPU) for layer in range(m.n_cpu_moe)]
+    wanted += [(rf"blk\.{layer}{DENSE}", CPU) for layer in range(m.n_cpu_ffn)]
+    return [(re.compile(pattern), buffer) for pattern, buffer in wanted]
 
 
 def main_memory() -> tuple[int, int]:

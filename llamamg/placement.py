@@ -35,13 +35,12 @@ class Placement:
         params.devices = self._devices()
         params.tensor_buft_overrides = self._overrides()
         params.kv_overrides = self._metadata()
-        if self._config.tensor_split:
+        parts = self._config.tensor_split
+        if isinstance(parts, tuple) and parts:  # "auto" that nobody resolved leaves the choice to libllama
             n_max = self._llama.llama_max_devices()
-            if len(self._config.tensor_split) > n_max:
-                raise LoadError(
-                    f"--tensor-split has {len(self._config.tensor_split)} parts, there is room for {n_max} devices"
-                )
-            split = (ctypes.c_float * n_max)(*self._config.tensor_split)
+            if len(parts) > n_max:
+                raise LoadError(f"--tensor-split has {len(parts)} parts, there is room for {n_max} devices")
+            split = (ctypes.c_float * n_max)(*parts)
             self._keep.append(split)
             params.tensor_split = split
 

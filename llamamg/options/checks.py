@@ -26,9 +26,10 @@ def check(config: Config, notes: list[str]) -> Config:
         )
     if (server.ssl_key_file is None) != (server.ssl_cert_file is None):
         raise OptionError("HTTPS needs both --ssl-key-file and --ssl-cert-file; give the other one too, or neither.")
-    if model.devices is not None and len(model.tensor_split) > max(1, len(model.devices)):
+    parts = model.tensor_split if isinstance(model.tensor_split, tuple) else ()
+    if model.devices is not None and len(parts) > max(1, len(model.devices)):
         raise OptionError(
-            f"--tensor-split has {len(model.tensor_split)} parts for {len(model.devices)} devices; "
+            f"--tensor-split has {len(parts)} parts for {len(model.devices)} devices; "
             "give at most one part for each name in --device."
         )
     if model.devices == () and model.n_gpu_layers not in ("auto", 0):

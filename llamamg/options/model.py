@@ -12,7 +12,7 @@ from llamamg.options.values import (
     gpu_layers,
     integer,
     key_overrides,
-    proportions,
+    proportions_or_auto,
     some_words,
     tensor_overrides,
 )
@@ -52,12 +52,13 @@ OPTIONS = (
     ),
     Option(
         names=("-ts", "--tensor-split"),
-        metavar="N0,N1,…",
+        metavar="N0,N1,…|auto",
         env="LLAMA_ARG_TENSOR_SPLIT",
         target="model.tensor_split",
-        parse=proportions,
+        parse=proportions_or_auto,
         default="by free memory",
-        help="part of the model for each GPU, in proportion",
+        help="part of the model for each GPU, in proportion; auto measures the devices and gives all stages the same time "
+        "(`llamamg doctor --devices -m MODEL` measures the layers too)",
         group=GROUP,
         example="3,1",
     ),

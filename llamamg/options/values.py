@@ -132,6 +132,16 @@ def proportions(value: str) -> tuple[float, ...]:
     return parts
 
 
+def proportions_or_auto(value: str) -> tuple[float, ...] | str:
+    """The same, or "auto"."""
+    if value == "auto":
+        return value
+    try:
+        return proportions(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
 def devices(value: str) -> tuple[str, ...]:
     """Device names; "none" keeps everything on the CPU."""
     return () if value == "none" else some_words(value)

@@ -15,6 +15,7 @@ MEANINGS = [
     ("-ngl all", "model.n_gpu_layers", "all"),
     ("-ngl -1", "model.n_gpu_layers", "auto"),
     ("-ts 0.85,1,1/2", "model.tensor_split", (0.85, 1.0, 1.0, 2.0)),
+    ("-ts auto", "model.tensor_split", "auto"),
     ("-dev none", "model.devices", ()),
     ("-dev CUDA0,CUDA1", "model.devices", ("CUDA0", "CUDA1")),
     (r"-ot blk\.\d+\.x=CPU,y=CUDA1", "model.override_tensor", ((r"blk\.\d+\.x", "CPU"), ("y", "CUDA1"))),
