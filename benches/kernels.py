@@ -12,6 +12,7 @@ import argparse
 import difflib
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .arguments import add_results
 from .errors import BenchError
 from .kernels_case import Case, Prepared, registry
 from .kernels_device import Device, cpu, cuda
+from .kernels_ggml import Unsupported
 
 NAME = "kernels"
 HELP = "each native kernel: right or not, time, share of the copy speed, against stock llama.cpp"
@@ -94,9 +96,12 @@ def row_of(case: Case, device: Device, n_times: int) -> dict[str, Any]:
     row: dict[str, Any] = {"kernel": case.name, "size": case.size, "n_bytes": case.n_bytes, "n_flops": case.n_flops}
     if case.unavailable:
         return {**row, "ok": None, "reason": case.unavailable}
-    result, times = _measured(case.prepare(), device, n_times, case.launches_per_run)
+    try:
+        result, times = _measured(case.prepare, device, n_times, case.launches_per_run)
+    except Unsupported as error:
+        return {**row, "ok": None, "reason": str(error)}
     check = case.check(result)
-    seconds, floor_s = statistics.median(times), device.copy_s(case.n_bytes)
+    seconds, floor_s = statistics.median(times), device.copy_s(case.n_bytes, n_launches=case.launches_per_run)
     row |= {
         "ok": check.ok,
         "error": check.error,
@@ -110,15 +115,21 @@ def row_of(case: Case, device: Device, n_times: int) -> dict[str, Any]:
         "upstream_note": case.upstream_note,
     }
     if case.upstream is not None:
-        other, row["upstream_times_s"] = _measured(case.upstream(), device, n_times, case.launches_per_run)
+        try:
+            other, row["upstream_times_s"] = _measured(case.upstream, device, n_times, case.launches_per_run)
+        except Unsupported as error:
+            return {**row, "upstream_note": f"stock cannot be run: {error}"}
         check = (case.upstream_check or case.check)(other)
         row["upstream_ok"], row["upstream_error"] = check.ok, check.error
     return row
 
 
-def _measured(prepared: Prepared, device: Device, n_times: int, n_launches: int) -> tuple[Any, list[float]]:
+def _measured(
+    prepare: Callable[[], Prepared], device: Device, n_times: int, n_launches: int
+) -> tuple[Any, list[float]]:
+    prepared = prepare()
     try:
-        result = prepared.run()
+        result = device.own(prepared.run())
         return result, [t / n_launches for t in device.seconds(prepared.run, n_times)]
     finally:
         prepared.close()

@@ -14,6 +14,7 @@ from .errors import BenchError
 
 COPY_BYTES = 512 << 20  # larger than any cache
 N_WARM = 2
+WIDE = 16  # bytes of an item of a copy: as much as one thread of a GPU moves at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,42 @@ class Device:
         if self.kind == "cuda":
             self.xp.cuda.runtime.deviceSynchronize()
 
-    def copy_s(self, n_bytes: int, n: int = 30) -> float:
+    def own(self, values: Any) -> Any:
+        """A copy of an array that outlives the memory it lies in."""
+        out = self.xp.array(values)
+        self.wait()
+        return out
+
+    def copy_s(self, n_bytes: int, n: int = 30, n_launches: int = 1) -> float:
         """Seconds of a copy that reads and writes `n_bytes` together; the median of `n`.
 
-        At the kernel's own size, so that what fits into a cache is compared with a copy that does, too.
+        At the kernel's own size, so that what fits into a cache is compared with a copy that does, too, and `n_launches` at a
+        time as the kernel is launched. On a GPU the faster one of the copy engine's and a kernel's.
         """
-        source = self.xp.ones(max(1, n_bytes // 8), self.xp.float32)
-        target = self.xp.empty_like(source)
-        return statistics.median(self.seconds(lambda: self.xp.copyto(target, source), n))
+        xp, n_items = self.xp, max(1, n_bytes // 2 // WIDE)
+        source = xp.ones(n_items, xp.complex128)
+        target = xp.empty_like(source)
+        ways = [lambda: xp.copyto(target, source)]
+        if self.kind == "cuda":
+            kernel = xp.ElementwiseKernel("complex128 x", "complex128 y", "y = x", "llamamg_copy")
+            ways.append(lambda: kernel(source, target))
+        return min(statistics.median(self.seconds(self._repeated(way, n_launches), n)) for way in ways) / n_launches
+
+    def _repeated(self, function: Callable[[], Any], n: int) -> Callable[[], Any]:
+        """`n` calls as one: on a GPU a recorded graph, so that launching them one by one is not what is timed."""
+        if n == 1:
+            return function
+        if self.kind == "cpu":
+            return lambda: [function() for _ in range(n)]
+        function()  # compiles what it needs; a recording cannot
+        stream = self.xp.cuda.Stream(non_blocking=True)
+        self.wait()
+        with stream:
+            stream.begin_capture()
+            for _ in range(n):
+                function()
+            graph = stream.end_capture()
+        return lambda: graph.launch(stream=stream)
 
     def copy_bytes_per_s(self) -> float:
         """Bytes read and written per second by a copy that fits into no cache."""

@@ -19,6 +19,10 @@ DTYPES = {F32: np.float32, F16: np.float16, I32: np.int32, I64: np.int64}
 CONTEXT_BYTES = 8 << 20  # of tensor descriptions
 
 
+class Unsupported(BenchError):
+    """The backend cannot compute a node; the text says which."""
+
+
 class InitParams(ctypes.Structure):
     """struct ggml_init_params."""
 
@@ -31,6 +35,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_new_tensor_4d": (POINTER, [POINTER, INT, LONG, LONG, LONG, LONG]),
     "ggml_new_graph": (POINTER, [POINTER]),
     "ggml_build_forward_expand": (None, [POINTER, POINTER]),
+    "ggml_graph_n_nodes": (INT, [POINTER]),
+    "ggml_graph_node": (POINTER, [POINTER, INT]),
+    "ggml_op_desc": (ctypes.c_char_p, [POINTER]),
     "ggml_get_data": (POINTER, [POINTER]),
     "ggml_nbytes": (SIZE, [POINTER]),
     "ggml_backend_alloc_ctx_tensors": (POINTER, [POINTER, POINTER]),
@@ -96,9 +103,21 @@ class Graph:
         self._buffer = base.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
         if not self._buffer:
             raise BenchError(f"{device.name} has no room for the tensors of a kernel")
+        self._check_support()
         for tensor, (kind, ne, values) in zip(tensors, inputs, strict=True):
             if values is not None:
                 self._array(tensor, kind, ne)[...] = values
+        device.wait()  # ggml's streams do not wait for the array module's
+
+    def _check_support(self) -> None:
+        """Raises Unsupported: computing a graph with an operation that a backend lacks would end the process."""
+        base = self._base
+        for i in range(base.ggml_graph_n_nodes(self._graph)):
+            node = base.ggml_graph_node(self._graph, i)
+            if not base.ggml_backend_supports_op(self._backend, node):
+                name = base.ggml_op_desc(node).decode()
+                self.close()
+                raise Unsupported(f"{self._device.name} has no {name} for these sizes")
 
     def _open(self, folder: Path) -> Any:
         ggml = ctypes.CDLL(str(folder / "libggml.so"))
@@ -126,11 +145,11 @@ class Graph:
         return cupy.ndarray(shape, DTYPES[kind], cupy.cuda.MemoryPointer(memory, 0))
 
     def run(self) -> Any:
-        """Compute; waits for the result."""
+        """Compute; waits for the result, which lies in the graph's own memory."""
         code = self._base.ggml_backend_graph_compute(self._backend, self._graph)
         if code != 0:
             raise BenchError(f"ggml answered {code} when it computed a kernel's graph")
-        return self._array(self._out, *self._result).copy()
+        return self._array(self._out, *self._result)
 
     def close(self) -> None:
         """Free everything."""

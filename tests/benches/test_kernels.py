@@ -81,7 +81,7 @@ def test_a_wrong_kernel_fails_the_command(tmp_path: Path, capsys: Any, monkeypat
 def test_figures_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = case(np.ones(1), launches_per_run=4)
     monkeypatch.setattr(kernels_device.Device, "seconds", lambda self, function, n: [0.4] * n)
-    monkeypatch.setattr(kernels_device.Device, "copy_s", lambda self, n_bytes: 0.05)
+    monkeypatch.setattr(kernels_device.Device, "copy_s", lambda self, n_bytes, n_launches: 0.05)
     row = kernels.row_of(one, kernels_device.cpu(), 3)
     assert row["times_s"] == [0.1, 0.1, 0.1]
     assert row["bytes_per_s"] == pytest.approx((1 << 20) / 0.1)
@@ -191,9 +191,76 @@ def test_a_graph_computes_on_the_arrays_it_was_given(library: Library) -> None:
     f32 = kernels_ggml.F32
     inputs = [(f32, (64, 3), a), (f32, (64, 5), b)]
     graph = kernels_ggml.Graph(kernels_device.cpu(), library.dir, base, inputs, build, (f32, (3, 5)), 2)
-    got = graph.run()
+    got = graph.run().copy()
     graph.close()
     assert got == pytest.approx(b.astype(np.float64) @ a.astype(np.float64).T, rel=1e-4, abs=1e-4)
+
+
+def test_a_backend_without_an_operation_is_told_apart(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = kernels_ggml.bind(library.dir, {})
+    monkeypatch.setattr(base, "ggml_backend_supports_op", lambda backend, node: False)
+    f32 = kernels_ggml.F32
+
+    def lacking() -> Any:
+        def build(base: Any, context: Any, *t: Any) -> Any:
+            return base.ggml_mul_mat(context, *t)
+
+        inputs = [(f32, (4, 3), None), (f32, (4, 5), None)]
+        return kernels_ggml.Graph(kernels_device.cpu(), library.dir, base, inputs, build, (f32, (3, 5)))
+
+    one, _ = case(np.ones(1), upstream=lacking)
+    row = kernels.row_of(one, kernels_device.cpu(), 1)
+    assert row["ok"]
+    assert row["upstream_times_s"] is None
+    assert "stock cannot be run: CPU, 1 thread has no MUL_MAT" in row["upstream_note"]
+    row = kernels.row_of(Case("two", "1", 1, 1, lacking, one.check), kernels_device.cpu(), 1)
+    assert (row["ok"], "has no MUL_MAT" in row["reason"]) == (None, True)
+
+
+class FakeStream:
+    """Records what is launched while it captures."""
+
+    current: list[Any] | None = None
+
+    def __init__(self, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        FakeStream.current = []
+
+    def end_capture(self) -> Any:
+        calls, FakeStream.current = FakeStream.current or [], None
+        return SimpleNamespace(launch=lambda stream: [call() for call in calls])
+
+
+def test_copies_of_a_gpu_are_launched_as_the_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+
+    def launch(name: str, source: Any, target: Any) -> None:
+        if FakeStream.current is not None:
+            FakeStream.current.append(lambda: launch(name, source, target))
+            return
+        target[...] = source
+        made.append((name, source.nbytes))
+
+    runtime = SimpleNamespace(deviceSynchronize=lambda: None)
+    xp = SimpleNamespace(
+        ones=np.ones, empty_like=np.empty_like, complex128=np.complex128,
+        copyto=lambda target, source: launch("engine", source, target),
+        ElementwiseKernel=lambda *words: lambda source, target: launch("kernel", source, target),
+        cuda=SimpleNamespace(runtime=runtime, Stream=FakeStream),
+    )  # fmt: skip
+    device = kernels_device.Device("cuda", "A GPU", xp, "CUDA0")
+    clock = iter(range(10_000))
+    monkeypatch.setattr(kernels_device.time, "perf_counter", lambda: float(next(clock)))
+    assert device.copy_s(1 << 20, n=3, n_launches=4) == pytest.approx(1 / 4)  # a second by that clock, four copies
+    assert made.count(("engine", 1 << 19)) == made.count(("kernel", 1 << 19)) == 1 + 4 * (3 + kernels_device.N_WARM)
 
 
 def test_a_build_without_a_function_is_told_apart(library: Library) -> None:
@@ -213,7 +280,7 @@ def test_sparse_attention(library: Library, monkeypatch: pytest.MonkeyPatch) -> 
         assert row["ok"], row
         assert row.get("upstream_ok", True), row
         prepared = case.prepare()
-        got = prepared.run()
+        got = prepared.run().copy()
         prepared.close()
         got.reshape(-1)[7] += 1  # another block, or another value
         assert not case.check(got).ok
