@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def claims(kinds: dict[str, list[dict[str, Any]]], metrics: tuple[str, ...]) -> 
     return out
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [f"load {result['load']}; differences claimed on {result['metric']}:"]
     for kind, name in (("same", "the same twice"), ("slow", f"{100 * SLOWER:.0f} % slower")):

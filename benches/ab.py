@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -109,7 +110,7 @@ def _row(
         return unmeasured(name, NOT_APPLICABLE, reason)
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = []
     for row in result["rows"]:

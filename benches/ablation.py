@@ -252,7 +252,7 @@ def plot(result: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "bars", "title": "What each plugin changes", "unit": "%", "confidence": 0.99, "bars": bars}
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [f"{'plugin':<14} {'model':<22} {'load':<8} {'metric':<12} {'change':>9} {'99 % interval':>20} pairs"]
     for row in result["rows"]:

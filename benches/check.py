@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,7 +201,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     head = ("plugin", "model", "guard", "requests", "positions", "same bits", "ties", "violations", "")
     lines = [head]

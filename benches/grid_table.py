@@ -15,6 +15,7 @@ METRICS: dict[str, Callable[[Row], float]] = {
     "prefill t/s": lambda row: float(row["prefill"]["tps"]),
     "generation t/s": lambda row: float(row["generate"]["tps"]),
 }
+BASELINE = ("off", "upstream")  # what everything else stands on: without plugins nothing may differ
 SAME, BEST = "same flags", "best ub"
 
 
@@ -29,15 +30,21 @@ def kinds(rows: Iterable[Row]) -> list[tuple[int, int]]:
 
 
 def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first side against each other one, over all cells that both have: pairs are the same cell and repeat."""
+    """The first side against each other one and `off` against `upstream`, over all cells that both have.
+
+    A pair of values is of the same cell and repeat.
+    """
     names = [side["name"] for side in result["sides"]]
+    which = [(names[0], other) for other in names[1:]]
+    if names[0] not in BASELINE and set(BASELINE) <= set(names):
+        which.append(BASELINE)
     found = []
-    for other in names[1:]:
+    for first, other in which:
         for metric, value in METRICS.items():
             a, b, per_cell = [], [], []
             rows = select(result["rows"], kind=SAME)
             for n, depth in kinds(rows):
-                mine = {row["repeat"]: value(row) for row in select(rows, side=names[0], n_sessions=n, depth=depth)}
+                mine = {row["repeat"]: value(row) for row in select(rows, side=first, n_sessions=n, depth=depth)}
                 theirs = {row["repeat"]: value(row) for row in select(rows, side=other, n_sessions=n, depth=depth)}
                 both = sorted(mine.keys() & theirs.keys())
                 a += [mine[r] for r in both]
@@ -47,7 +54,7 @@ def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     per_cell.append({"n_sessions": n, "depth": depth, "n_pairs": len(both), "ratio": ratio})
             if len(a) >= 2:
                 found.append(
-                    {"a": names[0], "b": other, "metric": metric, "cells": per_cell, **pairs.compare(a, b).json()}
+                    {"a": first, "b": other, "metric": metric, "cells": per_cell, **pairs.compare(a, b).json()}
                 )
     return found
 
@@ -63,7 +70,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if select(result["rows"], kind=BEST):
         lines += ["With each side's best -ub:", "", *cell_table(result, BEST), ""]
     lines += [*latency_table(result), ""]
-    for c in result["comparisons"]:
+    for c in comparisons(result):
         lines.append(
             f"* {names[c['a']]} / {names[c['b']]}, {c['metric']}: {c['mean']:.3f} "
             f"({c['interval'][0]:.3f} … {c['interval'][1]:.3f} at 99 %, {c['n_pairs']} pairs): {_verdict(c['verdict'])}"

@@ -12,7 +12,7 @@ import argparse
 import difflib
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _measured(
         prepared.close()
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [("kernel", "size", "right", "µs", "GB/s", "floor µs", "of floor", "stock µs", "times faster")]
     notes = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -160,7 +161,7 @@ def plot(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
         f"{'side':<10} {'decoders':>8} {'prompts':>7} {'ITL p50':>9} {'p99':>9} {'largest':>9} {'prefill':>9} {'decode':>9}",

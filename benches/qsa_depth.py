@@ -1,227 +1,310 @@
-"""Native QSA on and off over depth in one process: `llamamg bench qsa-depth -m MODEL` (a `qwen4exp` model, usually on a GPU).
+"""Native QSA over depth: the switch on, off, and the unpatched library: `llamamg bench qsa-depth -m MODEL` (a `qwen4exp` model).
 
-One context and one cache: the prompt is computed natively, and at each depth decoding and a piece of prefill are timed with
-the switch on and off on the same cells. Off is upstream's graph; `bench grid` compares that with the unpatched build.
+Two processes, one with each library. The native one computes the prompt and hands its state to the unpatched one, so at each
+depth all sides measure prefill and decoding of the same tokens on the same cells, in turned order.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import re
+import contextlib
+import json
+import sys
 import tempfile
-import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from llamamg import library
+from llamamg import library, paths
+from llamamg.model import CACHE_TYPES
 
 from . import program, record
 from .arguments import add_results
 from .errors import BenchError
+from .grid_cells import parse_depths
+from .json_child import JsonChild
+from .qsa_depth_side import N_BATCH, N_WARM
+from .qsa_depth_table import table
 
 NAME = "qsa-depth"
-HELP = "decode, prefill and compute memory with native QSA on and off, over depth"
-CACHE_TYPES = {"f16": 1, "q8_0": 8}
-PARTIAL_ONLY = 1
+HELP = "decode, prefill and compute memory with native QSA on and off and without our patches, over depth"
+SIDES = ("on", "off", "upstream")
+N_FIVE = 5
+SPARE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the bench."""
     add = parser.add_argument
     add("-m", "--model", type=Path, required=True, help="a qwen4exp model, e.g. from `llamamg synth --preset full`")
-    add("--depths", default="5000,50000,250000", help="depths in tokens, ascending (default %(default)s)")
-    add("--five-at", type=int, default=102_400, help="depth of five sessions decoding together; 0: leave out")
+    add("--sides", default=",".join(SIDES), metavar="LIST", help="on, off, upstream (default all)")
+    add("--depths", default="5k,50k,250k", metavar="LIST", help="depths in tokens (default %(default)s)")
+    add("--five-at", default="100k", metavar="N", help="depth of five sessions decoding together; 0: leave out")
+    add("--memory", default="5x262144", metavar="NxDEPTH", help="context whose compute buffers are read; 0: leave out")
+    add("--virtual-devices", type=int, default=0, metavar="N", help="read them on a GPU split into N devices too")
+    add("--repeats", type=int, default=2, metavar="N", help="measurements of each cell (default 2)")
     add("--gpu-layers", type=int, default=99, help="layers on the GPU (default all)")
     add("--cache-type", choices=sorted(CACHE_TYPES), default="q8_0", help="type of the K and V cache (default q8_0)")
     add("--ubatch", type=int, default=512, help="tokens of a ubatch (default 512)")
     add("--piece", type=int, default=2048, help="tokens of a timed prefill (default 2048)")
+    add(
+        "--tokens",
+        type=int,
+        default=32,
+        help="tokens of a timed decoding; half of it where sides are slow (default 32)",
+    )
     add("--threads", type=int, default=8, help="CPU threads (default 8)")
+    add("--upstream", type=Path, metavar="DIR", help="unpatched build (default: that of `llamamg build --upstream`)")
+    add("--scratch", type=Path, metavar="DIR", help="where the states lie meanwhile (default: the system's)")
+    add("--synthetic", metavar="TEXT", help="how the model was generated, in place of a hash of a large file")
+    add("--lines", type=Path, metavar="FILE", help="append each finished cell to FILE at once, as a line of JSON")
     add_results(parser)
 
 
-class Cell:
-    """One context of a model, with the switch in reach."""
+@dataclass(slots=True)
+class Plan:
+    """What is measured, checked."""
 
-    def __init__(self, lib: library.Library, model: Any, args: argparse.Namespace, n_ctx: int, n_seq: int) -> None:
-        self.llama, self.mg = lib.llama, lib.mg
-        self.n_vocab: int = self.llama.llama_vocab_n_tokens(self.llama.llama_model_get_vocab(model))
-        params = self.llama.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.n_outputs_max = n_ctx, n_seq, n_seq
-        params.n_batch, params.n_ubatch = 2048, args.ubatch
-        params.n_threads = params.n_threads_batch = args.threads
-        params.type_k = params.type_v = CACHE_TYPES[args.cache_type]
-        params.flash_attn_type, params.no_perf = 1, True
-        with tempfile.NamedTemporaryFile(suffix=".log") as log:
-            self.mg.set_log("info", Path(log.name))
-            self.context = self.llama.llama_init_from_model(model, params)
-            self.mg.set_log("warn")
-            text = Path(log.name).read_text(encoding="utf-8", errors="replace")
-        if not self.context:
-            raise BenchError(f"no context of {n_ctx} tokens could be made: lower --depths or --five-at")
-        self.compute_mib = {
-            n: float(mib) for n, mib in re.findall(r"(\S+)\s+compute buffer size\s*=\s*([\d.]+) MiB", text)
-        }
-        self.batch = self.llama.llama_batch_init(2048, 0, 1)
-        self.n_past = [0] * n_seq
-        self._rng = np.random.default_rng(0)
+    sides: list[str]
+    depths: list[int]
+    five_at: int
+    memory: tuple[int, int]  # sequences, tokens of each
+    n_repeats: int
+    piece: int
+    n_tokens: int
 
-    def native(self, on: bool) -> None:
-        """Set the switch; it acts from the next ubatch on."""
-        self.mg.set_switch("qsa", int(on))
+    @property
+    def marks(self) -> list[tuple[int, bool]]:
+        """(depth, whether five sessions are measured there), ascending."""
+        found = [(depth, False) for depth in self.depths]
+        return sorted([*found, (self.five_at, True)] if self.five_at else found)
 
-    def _run(self, rows: Iterable[tuple[int, int, int, bool]]) -> None:
-        batch, n = self.batch, 0
-        for n, (token, position, seq, output) in enumerate(rows, 1):
-            batch.token[n - 1], batch.pos[n - 1], batch.n_seq_id[n - 1] = token, position, 1
-            batch.seq_id[n - 1][0], batch.logits[n - 1] = seq, output
-        batch.n_tokens = n
-        status = self.llama.llama_decode(self.context, batch)
-        if status != 0:
-            raise BenchError(f"llama_decode returned {status} at {max(self.n_past)} tokens: see the log above")
-
-    def prefill(self, n: int) -> float:
-        """Compute n random tokens of sequence 0; tokens per second."""
-        tokens = self._rng.integers(0, self.n_vocab, n).tolist()
-        self.llama.llama_synchronize(self.context)
-        begin = time.perf_counter()
-        for at in range(0, n, 2048):
-            piece = tokens[at : at + 2048]
-            self._run((token, self.n_past[0] + at + i, 0, False) for i, token in enumerate(piece))
-        self.llama.llama_synchronize(self.context)
-        self.n_past[0] += n
-        return n / (time.perf_counter() - begin)
-
-    def decode(self, n: int, n_warm: int = 4) -> float:
-        """Decode n tokens of every sequence together; tokens per second over all of them."""
-        begin = 0.0
-        for i in range(n + n_warm):
-            if i == n_warm:
-                begin = time.perf_counter()
-            self._run((int(self._rng.integers(self.n_vocab)), p, seq, True) for seq, p in enumerate(self.n_past))
-            self.llama.llama_synchronize(self.context)
-            self.n_past = [p + 1 for p in self.n_past]
-        return n * len(self.n_past) / (time.perf_counter() - begin)
-
-    def compare(self) -> dict[str, Any]:
-        """One token from the same state by both graphs, and natively once more. Positions of 4 k + 2 select the same cells."""
-        while self.n_past[0] % 4 != 2:
-            self.prefill(1)
-        llama, position = self.llama, self.n_past[0]
-        size = llama.llama_state_seq_get_size_ext(self.context, 0, PARTIAL_ONLY)
-        state = (ctypes.c_uint8 * size)()
-        llama.llama_state_seq_get_data_ext(self.context, state, size, 0, PARTIAL_ONLY)
-        rows = []
-        for on in (True, False, True):
-            self.native(on)
-            self._run([(1234 % self.n_vocab, position, 0, True)])
-            rows.append(np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, 0), (self.n_vocab,)).copy())
-            llama.llama_state_seq_set_data_ext(self.context, state, size, 0, PARTIAL_ONLY)
-            llama.llama_memory_seq_rm(llama.llama_get_memory(self.context), 0, position, -1)
-        mine, upstream, again = rows
-        return {
-            "position": position,
-            "largest_difference": float(np.abs(mine - upstream).max() / np.abs(upstream).max()),
-            "same_best_token": bool(mine.argmax() == upstream.argmax()),
-            "same_bits_twice": bool((mine == again).all()),
-        }
-
-    def close(self) -> None:
-        """Give the context back."""
-        self.llama.llama_free(self.context)
+    def order(self, repeat: int) -> list[str]:
+        """The sides, turned round with every repeat."""
+        return self.sides if repeat % 2 == 0 else self.sides[::-1]
 
 
-def over_depth(cell: Cell, depths: list[int], piece: int) -> list[dict[str, Any]]:
-    """Rates of both positions of the switch at each depth."""
-    rows = []
-    for depth in tqdm(depths, desc="depths"):
-        cell.native(True)
-        if (ahead := depth - 2 * piece - cell.n_past[0]) > 0:
-            cell.prefill(ahead)
-        row: dict[str, Any] = {"depth": depth, "prefill_on": cell.prefill(piece)}
-        cell.native(False)
-        row["prefill_off"] = cell.prefill(piece)
-        cell.native(True)
-        before = cell.decode(32)
-        cell.native(False)
-        row["decode_off"] = cell.decode(16)
-        cell.native(True)
-        row["decode_on"] = (before + cell.decode(32)) / 2
-        row["compare"] = cell.compare()
-        rows.append(row)
-    return rows
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Raises BenchError for what cannot be measured."""
+    for name in ("repeats", "ubatch", "piece", "tokens", "threads"):
+        if getattr(args, name) < 1:
+            raise BenchError(f"--{name} must be at least 1")
+    sides = [word.strip() for word in args.sides.split(",")]
+    if any(side not in SIDES for side in sides) or len(set(sides)) < len(sides) or "on" not in sides:
+        raise BenchError(f"--sides {args.sides}: a list of {', '.join(SIDES)}, with `on` among them")
+    depths, five = parse_depths(args.depths), [0] if args.five_at == "0" else parse_depths(args.five_at)
+    if len(five) > 1:
+        raise BenchError("--five-at takes one depth")
+    n, _, depth = args.memory.partition("x")
+    if args.memory != "0" and not (n.isdigit() and depth.isdigit() and int(n) and int(depth)):
+        raise BenchError(f"--memory {args.memory}: sequences and tokens of each, such as 5x262144, or 0")
+    memory = (0, 0) if args.memory == "0" else (int(n), int(depth))
+    return Plan(sides, depths, five[0], memory, args.repeats, args.piece, args.tokens)
 
 
-def five(cell: Cell, depth: int) -> dict[str, float]:
-    """Five sessions at one depth, made from one prompt by copying its sequence."""
-    cell.native(True)
-    cell.n_past = [0]
-    cell.prefill(depth)
-    for seq in range(1, 5):
-        cell.llama.llama_memory_seq_cp(cell.llama.llama_get_memory(cell.context), 0, seq, -1, -1)
-    cell.n_past = [depth] * 5
-    on = cell.decode(24)
-    cell.native(False)
-    off = cell.decode(8)
-    cell.native(True)
-    return {"depth": depth, "decode_off": off, "decode_on": (on + cell.decode(24)) / 2}
+def child(name: str, args: argparse.Namespace, build: Path | None, n_devices: int = 1) -> JsonChild:
+    """A library in a process of its own (qsa_depth_side.py)."""
+    order = {
+        "model": str(args.model.resolve()), "gpu_layers": args.gpu_layers, "threads": args.threads,
+        "cache_type": args.cache_type, "ubatch": args.ubatch,
+    }  # fmt: skip
+    env = {"LLAMAMG_BUILD": str(build.resolve())} if build else {}
+    env |= {"GGML_CUDA_DEVICES": str(n_devices)} if n_devices > 1 else {}
+    return JsonChild(f"{name} library", "qsa_depth_side", order, env)
+
+
+@dataclass(slots=True)
+class Run:
+    """The children, and what came of them so far."""
+
+    plan: Plan
+    children: dict[str, JsonChild]  # by side; `on` and `off` share one
+    folder: Path  # for states and logits
+    lines: Path | None
+    bar: Any
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def keep(self, **row: Any) -> None:
+        """One finished cell."""
+        self.rows.append(row)
+        if self.lines:
+            with self.lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self.bar.update(1)
+
+    @property
+    def libraries(self) -> list[JsonChild]:
+        """Each process once, ours first."""
+        return list(dict.fromkeys(self.children.values()))
+
+    def over_depth(self) -> None:
+        """Every mark from one prompt that grows in sequence 0 of one context."""
+        plan, ours = self.plan, self.children["on"]
+        deepest = max([*plan.depths, plan.five_at])
+        n_cells = -(-(deepest + plan.piece + plan.n_tokens + N_WARM + SPARE) // 256) * 256
+        n_seq = N_FIVE if plan.five_at else 1  # the state of a sequence fits only contexts with as many streams
+        for each in self.libraries:
+            each.ask("open", n_ctx=n_seq * n_cells, n_seq=n_seq, native=each is ours)
+        for depth, is_five in plan.marks:
+            position = at_mark(depth)
+            self.bar.set_postfix_str(f"computing up to {position}")
+            more = ours.ask("advance", to=position, native=True)
+            self._hand_over(position)
+            if is_five:
+                for each in self.libraries:
+                    each.ask("spread")
+            self._measure(depth, N_FIVE if is_five else 1, {"advance_tps": more["tps"]})
+            if is_five:
+                for each in self.libraries:
+                    each.ask("gather")
+            else:
+                self._compare(depth, position)
+        for each in self.libraries:
+            each.ask("close")
+
+    def _hand_over(self, position: int) -> None:
+        ours, *others = self.libraries
+        if not others:
+            return
+        state = self.folder / f"{position}.state"
+        ours.ask("save", path=str(state))
+        for other in others:
+            other.ask("restore", path=str(state), position=position)
+        state.unlink()
+
+    def _measure(self, depth: int, n_sessions: int, more: dict[str, Any]) -> None:
+        for each in self.libraries:
+            each.ask("mark")
+        for repeat in range(self.plan.n_repeats):
+            for side in self.plan.order(repeat):
+                self.bar.set_postfix_str(f"{n_sessions} x {depth}, {side}")
+                one, native, row = self.children[side], side == "on", dict(more) if side == "on" else {}
+                if n_sessions == 1:
+                    found = one.ask("prefill", n=self.plan.piece, native=native)
+                    row["prefill_tps"] = found["tps"]
+                    said(found["n_native"], native, -(-self.plan.piece // N_BATCH))
+                n = self.plan.n_tokens if native else max(1, self.plan.n_tokens // 2)
+                found = one.ask("decode", n=n, native=native)
+                row["decode_tps"] = found["tps"]
+                said(found["n_native"], native, n)
+                self.keep(n_sessions=n_sessions, depth=depth, side=side, repeat=repeat, **row)
+
+    def _compare(self, depth: int, position: int) -> None:
+        """One token from the same state by every side, and natively once more."""
+        rows: dict[str, Any] = {}
+        for name in [*self.plan.sides, "again"]:
+            side, file = ("on" if name == "again" else name), self.folder / "logits.npy"
+            self.children[side].ask("logits", path=str(file), native=side == "on")
+            rows[name] = np.load(file).astype(np.float64)
+        pairs = [(a, b) for a, b in (("on", "off"), ("on", "upstream"), ("off", "upstream")) if {a, b} <= rows.keys()]
+        found = {f"{a}/{b}": difference(rows[a], rows[b]) for a, b in pairs}
+        self.keep(depth=depth, position=position, compare={"on/again": difference(rows["on"], rows["again"]), **found})
+
+    def memory(self, n_devices: int) -> None:
+        """Compute buffers of every side."""
+        n_seq, depth = self.plan.memory
+        for side in self.plan.sides:
+            self.bar.set_postfix_str(f"buffers of {n_seq} x {depth} on {n_devices} devices, {side}")
+            found = self.children[side].ask("open", n_ctx=n_seq * depth, n_seq=n_seq, native=side == "on")
+            self.children[side].ask("close")
+            self.keep(n_devices=n_devices, n_seq=n_seq, context=depth, side=side, **found)
+
+
+def at_mark(depth: int) -> int:
+    """The position at or before `depth` with remainder 2: there the stock graph and the native one select the same cells."""
+    return depth - (depth - 2) % 4
+
+
+def said(n_native: int, native: bool, least: int) -> None:
+    """Raises BenchError when the graph that ran is not the one that was to be measured."""
+    if native and n_native < least:
+        raise BenchError("the native graph was not used: see `llamamg plugins` and docs/plugins/qsa.md for why")
+    if not native and n_native:
+        raise BenchError("the native graph was used although it was switched off")
+
+
+def difference(a: Any, b: Any) -> dict[str, Any]:
+    """Two rows of logits: largest difference over the largest logit, best token, bits."""
+    return {
+        "largest": float(np.abs(a - b).max() / np.abs(b).max()),
+        "same_best": bool(a.argmax() == b.argmax()),
+        "same_bits": bool((a == b).all()),
+    }
+
+
+@contextlib.contextmanager
+def started(args: argparse.Namespace, sides: Sequence[str], n_devices: int = 1) -> Iterator[dict[str, JsonChild]]:
+    """A process for our library, and one for the unpatched one where it is asked for."""
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(child("patched", args, None, n_devices))
+        if "qsa" not in ours.facts["switches"]:
+            raise BenchError("this build has no switch qsa: run `llamamg build`")
+        children = {side: ours for side in sides if side != "upstream"}
+        if "upstream" in sides:
+            other = stack.enter_context(child("unpatched", args, upstream_build(args.upstream), n_devices))
+            if other.facts["build"].get("patched"):
+                raise BenchError("--upstream names a patched build: give one of `llamamg build --upstream`")
+            children["upstream"] = other
+        yield children
+
+
+def upstream_build(given: Path | None) -> Path:
+    """The unpatched build. Raises BenchError."""
+    folder = given or paths.build("upstream")
+    try:
+        return library.find(folder)
+    except library.LibraryNotFound as error:
+        raise BenchError(
+            f"there is no unpatched build in {folder}: run `llamamg build --upstream`, or give --sides on,off"
+        ) from error
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and keep the result; 0."""
-    depths = sorted(int(text) for text in args.depths.split(","))
-    lib = library.load()
-    if "qsa" not in {switch.name for switch in lib.mg.switches()}:
-        raise BenchError("this build has no switch qsa: run `llamamg build`")
-    params = lib.llama.llama_model_default_params()
-    params.n_gpu_layers = args.gpu_layers
-    model = lib.llama.llama_model_load_from_file(str(args.model).encode(), params)
-    if not model:
-        raise BenchError(f"{args.model} could not be loaded; see the log above")
-    result: dict[str, Any] = {"bench": NAME, "cache_type": args.cache_type, "ubatch": args.ubatch}
-    lib.mg.set_switch("qsa", 1)
-    with record.ResultFolder(NAME, args.results) as folder:
-        cell = Cell(lib, model, args, -(-(depths[-1] + 3 * args.piece) // 256) * 256, 1)
-        result |= {"compute_mib_on": cell.compute_mib, "rows": over_depth(cell, depths, args.piece)}
-        cell.close()
-        if args.five_at:
-            cell = Cell(lib, model, args, (args.five_at + 256) * 5, 5)
-            result["five"] = five(cell, args.five_at)
-            cell.close()
-        result["record"] = record.everything(build=record.build(lib.dir), model=record.model(args.model, "synthetic"))
-        folder.write("qsa-depth.json", result)
-        folder.text("table.md", table(result) + "\n")
-    lib.mg.set_switch("qsa", 0)
-    lib.llama.llama_model_free(model)
-    print(table(result), f"kept in {folder.final}", sep="\n")
+    plan = plan_of(args)
+    if not args.model.is_file():
+        raise BenchError(f"{args.model} is no file: give a model with -m")
+    n_memory = len(plan.sides) * (1 + (args.virtual_devices > 1)) if plan.memory[0] else 0
+    n_cells = (len(plan.depths) + bool(plan.five_at)) * plan.n_repeats * len(plan.sides) + len(plan.depths) + n_memory
+    with (
+        record.ResultFolder(NAME, args.results) as results,
+        tempfile.TemporaryDirectory(dir=args.scratch) as scratch,
+        tqdm(total=n_cells, desc=NAME, unit="cell", disable=None) as bar,
+    ):
+        rows: list[dict[str, Any]] = []
+        with started(args, plan.sides) as children:
+            here = Run(plan, children, Path(scratch), args.lines, bar, rows)
+            builds = {side: each.facts["build"] for side, each in children.items() if side != "off"}
+            here.over_depth()
+            if plan.memory[0]:
+                here.memory(1)
+        if plan.memory[0] and args.virtual_devices > 1:
+            with started(args, plan.sides, args.virtual_devices) as children:
+                Run(plan, children, Path(scratch), args.lines, bar, rows).memory(args.virtual_devices)
+        result = {
+            "bench": NAME,
+            "sides": plan.sides,
+            "cache_type": args.cache_type,
+            "ubatch": args.ubatch,
+            "batch": N_BATCH,
+            "piece": plan.piece,
+            "n_tokens": plan.n_tokens,
+            "rows": rows,
+            "record": record.everything(
+                build=builds["on"], builds=builds, model=record.model(args.model, args.synthetic)
+            ),
+        }
+        result = record.scrubbed(result)
+        results.write("qsa-depth.json", result)
+        results.text("table.md", table(result) + "\n")
+    print(table(result))
+    print(f"kept in {results.final}", file=sys.stderr)
     return 0
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result in words, from the JSON alone."""
-    lines = [
-        "| depth | decode off | on | ratio | prefill off | on | ratio |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for r in result["rows"]:
-        d, p = r["decode_on"] / r["decode_off"], r["prefill_on"] / r["prefill_off"]
-        lines.append(
-            f"| {r['depth']} | {r['decode_off']:.1f} | {r['decode_on']:.1f} | {d:.2f} "
-            f"| {r['prefill_off']:.0f} | {r['prefill_on']:.0f} | {p:.2f} |"
-        )
-    if "five" in result:
-        f = result["five"]
-        lines.append(
-            f"\nFive sessions at {f['depth']}: {f['decode_off']:.1f} off, {f['decode_on']:.1f} on, t/s over all."
-        )
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    import sys
-
     sys.exit(program.alone(sys.modules[__name__]))

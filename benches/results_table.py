@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .grid_table import cell_table, machine_title
+from .grid_table import cell_table, comparisons, machine_title
 from .report_load import Found, machines, newest_day
 
 FOLDER = "benches/results"
@@ -42,6 +42,6 @@ def _verdicts(result: Mapping[str, Any]) -> list[str]:
     said = [
         f"{names[c['a']]} against {names[c['b']]}, {c['metric']}: {100 * (c['mean'] - 1):+.1f} % "
         f"({100 * (c['interval'][0] - 1):+.1f} … {100 * (c['interval'][1] - 1):+.1f} at 99 %, {c['n_pairs']} pairs)"
-        for c in result["comparisons"]
+        for c in comparisons(result)
     ]
     return ["", "; ".join(said) + "."] if said else []

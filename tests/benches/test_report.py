@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamamg_benches import grid_table, report
+from llamamg_benches import grid_table, report, retable
 from llamamg_benches.errors import BenchError
 from llamamg_benches.program import run_module
 from llamamg_benches.report_load import machines, newest
@@ -129,6 +129,36 @@ def test_pairs_are_the_same_cell_and_repeat_and_a_difference_is_found() -> None:
     assert prefill["verdict"] == "A higher"
     assert prefill["mean"] == pytest.approx(1.1, rel=0.01)
     assert [c["verdict"] for c in grid_table.comparisons(grid_result("2026"))] == ["no difference"] * 2
+
+
+def test_plugins_off_and_the_unpatched_build_are_compared_whatever_comes_first() -> None:
+    result = grid_result("2026", ratio=1.1)
+    more = [{**row, "side": "ours"} for row in result["rows"] if row["side"] == "off"]
+    result["sides"].insert(0, {"name": "ours", "label": "llamamg"})
+    result["rows"] += more
+    found = grid_table.comparisons(result)
+    pairs = [("ours", "off"), ("ours", "upstream"), ("off", "upstream")]
+    assert [(c["a"], c["b"]) for c in found] == [pair for pair in pairs for _ in grid_table.METRICS]
+    assert [c["verdict"] for c in found] == ["no difference"] * 2 + ["A higher"] * 4
+    assert "llamamg, plugins off / llama-server (unpatched), prefill t/s" in grid_table.markdown(result)
+
+
+def test_committed_tables_are_what_their_json_says() -> None:
+    root = Path(retable.__file__).parent / "results"
+    stale = [path for path, text in retable.tables(root) if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python -m benches.retable"
+
+
+def test_tables_are_written_again(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "box" / "2026-grid"
+    folder.mkdir(parents=True)
+    (folder / "grid.json").write_text(json.dumps(grid_result("2026")))
+    (folder / "table.md").write_text("old")
+    assert run_module(retable, [str(tmp_path)], "retable") == 0
+    assert (folder / "table.md").read_text() == grid_table.markdown(grid_result("2026")) + "\n"
+    assert "table.md" in capsys.readouterr().out
+    assert run_module(retable, [str(tmp_path)], "retable") == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_cell_that_one_side_lacks_makes_no_pair() -> None:
