@@ -5,6 +5,7 @@ cffi releases the interpreter lock around every call, so a sampling call costs t
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,12 @@ struct mg_qsa {
     uint64_t n_fallback;
     uint64_t n_pooled;
     uint64_t n_bytes;
+    uint64_t n_rebuilt;
+    uint64_t us_rebuilt;
+    char reason[256];
 };
 void mg_qsa_stats(struct mg_qsa * out);
+int32_t mg_context_adapt(void * ctx, uint64_t host_free);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
@@ -108,6 +113,9 @@ class QsaStats:
     n_fallback: int  # ubatches left to upstream's graph although the switch `qsa` was on
     n_pooled: int  # pooled keys written, counted once for all layers
     n_bytes: int  # memory of pooled keys
+    n_rebuilt: int = 0  # those of n_pooled that were written when the switch was turned on
+    rebuilt_ms: float = 0.0  # time that took
+    reason: str = ""  # why upstream's graph computed the last ubatch of n_fallback
 
 
 class Abi:
@@ -177,7 +185,17 @@ class Abi:
     def qsa_stats(self) -> QsaStats:
         out = ffi.new("struct mg_qsa *")
         self.lib.mg_qsa_stats(out)
-        return QsaStats(int(out.n_native), int(out.n_fallback), int(out.n_pooled), int(out.n_bytes))
+        counts = (int(n) for n in (out.n_native, out.n_fallback, out.n_pooled, out.n_bytes, out.n_rebuilt))
+        return QsaStats(*counts, int(out.us_rebuilt) / 1e3, _text(out.reason))
+
+    def adapt(self, context: Any, host_free: int) -> None:
+        """Make an idle context ready for switches that were turned; `host_free` bytes of main memory may be used.
+
+        Raises NativeError, naming the MiB that are missing: turn the switches back and adapt again.
+        """
+        address = ctypes.cast(context, ctypes.c_void_p).value or 0
+        if self.lib.mg_context_adapt(ffi.cast("void *", address), int(host_free)) != 0:
+            raise self.error()
 
     # -- log
 

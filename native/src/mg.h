@@ -75,14 +75,23 @@ MG_API void mg_abort_set(int32_t on);
 // ---- native QSA ----------------------------------------------------------------------------------------------------
 
 struct mg_qsa {
-    uint64_t n_native;    // ubatches computed by the native graph
-    uint64_t n_fallback;  // ubatches that upstream's graph computed although the switch qsa was on
-    uint64_t n_pooled;    // blocks whose pooled key was written, once per layer
-    uint64_t n_bytes;     // memory of pooled keys
+    uint64_t n_native;     // ubatches computed by the native graph
+    uint64_t n_fallback;   // ubatches that upstream's graph computed although the switch qsa was on
+    uint64_t n_pooled;     // blocks whose pooled key was written, once per layer
+    uint64_t n_bytes;      // memory of pooled keys
+    uint64_t n_rebuilt;    // those of n_pooled that were written when the switch was turned on
+    uint64_t us_rebuilt;   // microseconds that took
+    char     reason[256];  // why upstream's graph computed the last of n_fallback; "": there was none
 };
 
 // Totals of this process; zeros in an unpatched build.
 MG_API void mg_qsa_stats(struct mg_qsa * out);
+
+// Switches were turned while the context is idle: make it ready for their new values. With qsa on, pooled keys are
+// allocated and those of living sequences computed; either way compute buffers for the graph from now on are reserved
+// if they fit. host_free: bytes of main memory that may be used; other devices are asked. 0, or -1 with a sentence in
+// mg_last_error(): then turn the switches back and call this again.
+MG_API int32_t mg_context_adapt(void * ctx, uint64_t host_free);
 
 #ifdef __cplusplus
 }

@@ -1,12 +1,32 @@
 #include "mg.h"
+#include "mg_error.h"
+
+#ifndef MG_NO_SWITCHES
+#include "qsa_adapt.h"
 #include "qsa_stats.h"
+#endif
+
+#include <cstring>
 
 void mg_qsa_stats(mg_qsa * out) {
-#ifdef MG_NO_SWITCHES
     *out = {};
-#else
+#ifndef MG_NO_SWITCHES
+    static_assert(sizeof(mg_qsa) == sizeof(qsa_stats), "one is copied to the other");
     qsa_stats stats;
     qsa_stats_read(&stats);
-    *out = { stats.n_native, stats.n_fallback, stats.n_pooled, stats.n_bytes };
+    std::memcpy(out, &stats, sizeof(stats));
+#endif
+}
+
+int32_t mg_context_adapt([[maybe_unused]] void * ctx, [[maybe_unused]] uint64_t host_free) {
+#ifdef MG_NO_SWITCHES
+    return 0;
+#else
+    char error[512];
+    if (qsa_adapt(ctx, host_free, error, sizeof(error)) == 0) {
+        return 0;
+    }
+    mg::set_error(error);
+    return -1;
 #endif
 }

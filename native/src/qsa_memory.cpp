@@ -1,12 +1,8 @@
 #include "qsa_memory.h"
 
-#include <algorithm>
-#include <atomic>
-#include <cinttypes>
 #include <cstring>
 
 #include "ggml-backend.h"
-#include "llama-batch.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
 #include "llama-model.h"
@@ -16,8 +12,6 @@
 
 namespace {
 
-std::atomic<uint64_t> n_native{ 0 }, n_fallback{ 0 }, n_pooled{ 0 }, n_bytes{ 0 };
-
 constexpr double MiB = 1024.0 * 1024.0;
 
 ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
@@ -25,21 +19,7 @@ ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// Image tokens have a row and a column besides the position; text repeats the position.
-bool is_text_position(const llama_ubatch & ubatch, uint32_t i) {
-    for (uint32_t section = 1; section < std::min(ubatch.n_pos, 3u); ++section) {
-        if (ubatch.pos[section * ubatch.n_tokens + i] != ubatch.pos[i]) {
-            return false;
-        }
-    }
-    return true;
-}
-
 }  // namespace
-
-void qsa_stats_read(qsa_stats * out) {
-    *out = { n_native, n_fallback, n_pooled, n_bytes };
-}
 
 qsa_memory::qsa_memory(const llama_model & model, const llama_kv_cache & attn, const llama_kv_cache & idx, bool v_trans,
                        bool offload)
@@ -56,6 +36,7 @@ qsa_memory::qsa_memory(const llama_model & model, const llama_kv_cache & attn, c
         ntop = (int32_t) model.hparams.indexer_top_k / r;
     }
     wanted();
+    set_reserved();
 }
 
 qsa_memory::~qsa_memory() {
@@ -101,7 +82,9 @@ std::string qsa_memory::device_obstacle() const {
         ggml_backend_dev_t dev = device_of(ggml_backend_buffer_get_type(raw->buffer));
         if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0) {
             // It accepts every operation; the server behind it may be a stock build that aborts.
-            return "a layer is on an RPC server";
+            return "a layer with an index cache is on an RPC server, which may not know the operation; keep such "
+                   "layers "
+                   "on devices of this machine (--device, --tensor-split) to have it";
         }
         const auto &     hparams = model.hparams;
         const int64_t    D       = hparams.n_embd_head_k(il);
@@ -137,7 +120,7 @@ std::string qsa_memory::device_obstacle() const {
 
 void qsa_memory::release() {
     for (const auto & [ctx, buffer] : buffers) {
-        n_bytes -= ggml_backend_buffer_get_size(buffer.get());
+        qsa_total.n_bytes -= ggml_backend_buffer_get_size(buffer.get());
     }
     buffers.clear();
     layers.clear();
@@ -172,9 +155,10 @@ std::string qsa_memory::allocate() {
         if (!buffer) {
             const double n_mib = ids.size() * ggml_nbytes(layers[ids.front()]) / MiB;
             release();
+            is_short = true;
             return format("%.0f MiB for its pooled keys do not fit on %s", n_mib, ggml_backend_buft_name(buft));
         }
-        n_bytes += ggml_backend_buffer_get_size(buffer);
+        qsa_total.n_bytes += ggml_backend_buffer_get_size(buffer);
         LLAMA_LOG_INFO("%s: %10s pooled keys of QSA = %8.2f MiB\n", __func__, ggml_backend_buffer_name(buffer),
                        ggml_backend_buffer_get_size(buffer) / MiB);
         buffers.emplace_back(std::move(ctx), buffer);
@@ -200,6 +184,28 @@ bool qsa_memory::wanted() {
     return reason.empty();
 }
 
+bool qsa_memory::is_reserved() const {
+    return mg_switch_value(MG_QSA) == reserved;
+}
+
+void qsa_memory::set_reserved() {
+    reserved = mg_switch_value(MG_QSA);
+}
+
+std::string qsa_memory::take_reason() {
+    const std::string taken = mg_switch_value(MG_QSA) ? reason : "";
+    if (is_short) {
+        // There may be more room next time.
+        is_short = said = false;
+        reason.clear();
+    }
+    return taken;
+}
+
+std::vector<uint32_t> qsa_memory::layer_ids() const {
+    return idx.get_layer_ids();
+}
+
 std::map<ggml_backend_buffer_type_t, size_t> qsa_memory::memory_breakdown() const {
     std::map<ggml_backend_buffer_type_t, size_t> sizes;
     for (const auto & [ctx, buffer] : buffers) {
@@ -208,135 +214,4 @@ std::map<ggml_backend_buffer_type_t, size_t> qsa_memory::memory_breakdown() cons
                                               : ggml_backend_buffer_get_size(buffer.get());
     }
     return sizes;
-}
-
-// ---- what is valid -------------------------------------------------------------------------------------------------
-
-void qsa_memory::clear() {
-    streams.assign(streams.size(), stream_state());
-}
-
-void qsa_memory::forget(llama_seq_id seq) {
-    for (size_t s = 0; s < streams.size(); ++s) {
-        if (seq < 0 || s == idx.get_stream(seq)) {
-            streams[s].unknown  = true;
-            streams[s].n_pooled = 0;
-        }
-    }
-}
-
-void qsa_memory::remove(llama_seq_id seq, llama_pos p0) {
-    if (seq < 0 || streams[idx.get_stream(seq)].owner != seq) {
-        forget(seq);
-        return;
-    }
-    // Raw keys below p0 are still there; the block that p0 cuts is pooled again when it is complete again.
-    stream_state & state = streams[idx.get_stream(seq)];
-    p0                   = std::max<llama_pos>(p0, 0);
-    state.n_same         = std::min<int64_t>(state.n_same, p0);
-    state.n_pooled       = std::min<int64_t>(state.n_pooled, p0 / r);
-}
-
-void qsa_memory::recount(stream_state & state, llama_seq_id seq) const {
-    const auto &  cells = idx.get_cells(seq);
-    const int64_t n     = cells.used_max_p1();
-    int64_t       w     = 0;
-    while (w < n && !cells.is_empty(w) && cells.pos_get(w) == w && cells.seq_count(w) == 1 && cells.seq_has(w, seq)) {
-        ++w;
-    }
-    if (state.owner != seq) {
-        state.n_pooled = 0;
-    }
-    state.owner    = seq;
-    state.n_same   = w;
-    state.n_pooled = std::min(state.n_pooled, w / r);
-    state.unknown  = false;
-}
-
-// Advance the streams of the ubatch and list them in the order in which they appear.
-void qsa_memory::follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched) {
-    std::vector<bool> counted(streams.size(), false);
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        const llama_seq_id seq   = ubatch.seq_id[i][0];
-        const uint32_t     s     = idx.get_stream(seq);
-        stream_state &     state = streams[s];
-        if (std::find(touched.begin(), touched.end(), s) == touched.end()) {
-            touched.push_back(s);
-            if (state.unknown) {
-                recount(state, seq);
-                counted[s] = true;
-            }
-        }
-        if (counted[s]) {
-            continue;
-        }
-        if (state.n_same == 0) {
-            state.owner    = seq;
-            state.n_pooled = 0;
-        }
-        const auto & cells = idx.get_cells(seq);
-        const auto   pos   = ubatch.pos[i];
-        if (is_text_position(ubatch, i) && ubatch.n_seq_id[i] == 1 && seq == state.owner && pos == state.n_same &&
-            pos < n_cell && !cells.is_empty(pos) && cells.pos_get(pos) == pos) {
-            ++state.n_same;
-        }
-    }
-}
-
-bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
-    range.clear();
-    submitted = false;
-    if (!wanted()) {
-        // Not followed: the cells are counted when the switch is on again. Pooled keys stay valid, edits still lower P.
-        n_fallback += mg_switch_value(MG_QSA) != 0;
-        for (uint32_t i = 0; i < ubatch.n_seqs_unq; ++i) {
-            streams[idx.get_stream(ubatch.seq_id_unq[i])].unknown = true;
-        }
-        return false;
-    }
-    std::vector<uint32_t> touched;
-    follow(ubatch, touched);
-    int64_t n_new = 0;
-    for (const uint32_t s : touched) {
-        const stream_state & state = streams[s];
-        const auto &         cells = idx.get_cells(state.owner);
-        if (cells.get_used() != state.n_same || cells.used_max_p1() != state.n_same) {
-            fall_back(
-                "the cells of a sequence are not its positions (edited in the middle, shared, not from 0 on, or an "
-                "image)");
-            return false;
-        }
-        n_new += state.n_same / r - state.n_pooled;
-    }
-    if (touched.size() != n_stream) {
-        fall_back("the ubatch has tokens of one stream in several places");
-        return false;
-    }
-    for (const uint32_t s : touched) {
-        range.insert(range.end(), { (int32_t) s, (int32_t) streams[s].n_pooled, (int32_t) (streams[s].n_same / r), 0 });
-    }
-    if (n_new > ubatch.n_tokens / r + (int64_t) touched.size()) {
-        LLAMA_LOG_INFO("%s: rebuilding %" PRId64 " pooled keys of QSA per layer\n", __func__, n_new);
-    }
-    return true;
-}
-
-void qsa_memory::fall_back(const char * reason) {
-    ++n_fallback;
-    if (!said) {
-        said = true;
-        LLAMA_LOG_WARN("%s: upstream's attention computes a ubatch: %s. Said once, counted always\n", __func__, reason);
-    }
-}
-
-void qsa_memory::commit() {
-    if (!submitted) {
-        return;
-    }
-    submitted = false;
-    ++n_native;
-    for (size_t i = 0; i < range.size(); i += 4) {
-        n_pooled += range[i + 2] - range[i + 1];
-        streams[range[i]].n_pooled = range[i + 2];
-    }
 }

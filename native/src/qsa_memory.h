@@ -45,6 +45,17 @@ public:
     }
     void commit();
 
+    // Every key that is missing in all streams goes to ranges(); returns how many per layer. adopt() takes them as
+    // written. For a switch that was turned on while sequences live.
+    int64_t collect(uint32_t n_seq);
+    void    adopt(int64_t us);
+
+    // The switch as it was when the compute buffers were last reserved for its value.
+    bool is_reserved() const;
+    void set_reserved();
+    // Why this context computes as upstream although the switch is on; empty if it does not. Forgets a lack of memory.
+    std::string take_reason();
+
     // Sequence edits. forget() distrusts everything about the stream of seq (all streams if seq < 0).
     void clear();
     void remove(llama_seq_id seq, llama_pos p0);
@@ -62,6 +73,10 @@ public:
     ggml_tensor * pooled(int32_t il) const {
         return layers.at(il);
     }
+    const llama_kv_cache & index_cache() const {
+        return idx;
+    }
+    std::vector<uint32_t> layer_ids() const;
 
     std::map<ggml_backend_buffer_type_t, size_t> memory_breakdown() const;
 
@@ -99,4 +114,6 @@ private:
     std::vector<int32_t>      range;
     bool                      submitted = false;
     bool                      said      = false;
+    int32_t                   reserved  = 0;
+    bool                      is_short  = false;  // the reason is a lack of memory
 };
