@@ -62,7 +62,7 @@ struct mg_qsa {
     char reason[256];
 };
 void mg_qsa_stats(struct mg_qsa * out);
-int32_t mg_context_adapt(void * ctx, uint64_t host_free);
+int32_t mg_context_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
@@ -185,17 +185,28 @@ class Abi:
     def qsa_stats(self) -> QsaStats:
         out = ffi.new("struct mg_qsa *")
         self.lib.mg_qsa_stats(out)
-        counts = (int(n) for n in (out.n_native, out.n_fallback, out.n_pooled, out.n_bytes, out.n_rebuilt))
-        return QsaStats(*counts, int(out.us_rebuilt) / 1e3, _text(out.reason))
+        return QsaStats(
+            n_native=int(out.n_native),
+            n_fallback=int(out.n_fallback),
+            n_pooled=int(out.n_pooled),
+            n_bytes=int(out.n_bytes),
+            n_rebuilt=int(out.n_rebuilt),
+            rebuilt_ms=int(out.us_rebuilt) / 1e3,
+            reason=_text(out.reason),
+        )
 
-    def adapt(self, context: Any, host_free: int) -> None:
+    def adapt(self, context: Any, host_free: int) -> str:
         """Make an idle context ready for switches that were turned; `host_free` bytes of main memory may be used.
 
-        Raises NativeError, naming the MiB that are missing: turn the switches back and adapt again.
+        Returns what was done, "" if nothing. Raises NativeError with the MiB that are missing: turn the switches back
+        and adapt again.
         """
+        text = ffi.new("char[512]")
         address = ctypes.cast(context, ctypes.c_void_p).value or 0
-        if self.lib.mg_context_adapt(ffi.cast("void *", address), int(host_free)) != 0:
-            raise self.error()
+        failed = self.lib.mg_context_adapt(ffi.cast("void *", address), int(host_free), text, len(text))
+        if failed:
+            raise NativeError(_text(text))
+        return _text(text)
 
     # -- log
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llamamg import library as native
+from llamamg.abi import NativeError
 from llamamg.admission import Admission
 from llamamg.arrange import Arranger
 from llamamg.checkpoint import CheckpointPolicy
@@ -17,7 +18,7 @@ from llamamg.engine import Engine
 from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
-from llamamg.memory import check_memory
+from llamamg.memory import check_memory, main_memory
 from llamamg.model import ModelInfo, describe, load_model, n_slots, new_context
 from llamamg.modelfile import open_model
 from llamamg.plugins import PluginError, PluginSet
@@ -57,6 +58,7 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     vocab = Vocabulary(llama, handle)
     model = describe(lib, handle, config.model.path, vocab.n_vocab, vocab.type, vocab.chat_template)
     context = new_context(lib, handle, config)
+    plugins.apply_switches = _adapting(lib, context, plugins.apply_switches)
     c = config.context
     kv = KVCache(
         llama, context, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
@@ -169,6 +171,28 @@ def _connect_switches(lib: native.Library, plugins: PluginSet, given: Mapping[st
             )
     apply(wanted)
     plugins.apply_switches = apply
+
+
+def _adapting(
+    lib: native.Library, context: Any, apply: Callable[[dict[str, int]], None] | None
+) -> Callable[[dict[str, int]], None]:
+    """Turn switches and make the context ready for them; where that is impossible, all is as before (PluginError)."""
+
+    def turn(wanted: dict[str, int]) -> None:
+        before = {switch.name: switch.value for switch in lib.mg.switches()}
+        if apply is not None:
+            apply(wanted)
+        try:
+            done = lib.mg.adapt(context, main_memory()[0])
+        except NativeError as error:
+            for name, value in before.items():
+                lib.mg.set_switch(name, value)
+            lib.mg.adapt(context, main_memory()[0])
+            raise PluginError(f"this context cannot switch: {error}; restart with the switch as wanted") from error
+        if done:
+            print(f"llamamg: {done}", file=sys.stderr, flush=True)
+
+    return turn
 
 
 def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:

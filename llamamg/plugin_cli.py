@@ -114,6 +114,7 @@ def _details(view: PluginView) -> list[tuple[str, str]]:
         ("helps: ", view.helps),
         ("hurts: ", view.hurts),
         (f"options (--{view.name}-OPTION VALUE): ", options) if options else ("", ""),
+        ("now: ", view.note),
         ("off because: ", view.reason or ""),
         ("switched off by an error: ", view.quarantined or ""),
     ]

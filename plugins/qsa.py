@@ -6,8 +6,11 @@ turns the switch and reads the counter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from llamamg import Config, Guard, Unavailable, architecture, has_switch, hookimpl, plugin, qsa_stats
 
@@ -25,12 +28,34 @@ class Qsa:
     """`effect` counts ubatches that were computed natively since this instance was made."""
 
     def __init__(self) -> None:
-        self._n_before = qsa_stats().n_native
+        before = qsa_stats()
+        self._n_before, self._n_fallback_before = before.n_native, before.n_fallback
 
     @property
     def effect(self) -> int:
         """Zero while the switch is on means that the layout or the model sent every ubatch to upstream's graph."""
         return qsa_stats().n_native - self._n_before
+
+    @property
+    def note(self) -> str:
+        """Its memory, what upstream computed in its stead and why, and what switching it on took."""
+        now = qsa_stats()
+        n_fallback = now.n_fallback - self._n_fallback_before
+        parts = [
+            f"{now.n_bytes / 2**20:.0f} MiB of pooled keys" if now.n_bytes else "",
+            f"{n_fallback} ubatches left to upstream's attention, the last one because: {now.reason}"
+            if n_fallback
+            else "",
+            f"switching on rebuilt {now.n_rebuilt} pooled keys per layer in {now.rebuilt_ms:.1f} ms"
+            if now.n_rebuilt
+            else "",
+        ]
+        return "; ".join(part for part in parts if part)
+
+    @hookimpl
+    def register_metrics(self, metrics: Any) -> None:
+        """What `note` says, for machines."""
+        metrics.register(_Counters())
 
     @hookimpl
     def configure(self, config: Config) -> None:
@@ -47,3 +72,20 @@ class Qsa:
     def native_switches(self) -> Mapping[str, Any]:
         """Off is upstream, bit for bit."""
         return {"qsa": 1}
+
+
+class _Counters(Collector):
+    """Read at each scrape."""
+
+    def collect(self) -> Iterator[Metric]:
+        now = qsa_stats()
+        counters = {
+            "native_ubatches": ("Ubatches computed by the native graph", now.n_native),
+            "fallback_ubatches": ("Ubatches left to upstream's graph although qsa was on", now.n_fallback),
+            "pooled_keys": ("Pooled keys written, per layer", now.n_pooled),
+            "rebuilt_keys": ("Pooled keys written because qsa was switched on, per layer", now.n_rebuilt),
+            "rebuilt_seconds": ("Time that took", now.rebuilt_ms / 1e3),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"llamamg:qsa_{name}", text, value)
+        yield GaugeMetricFamily("llamamg:qsa_pooled_bytes", "Memory of pooled keys", now.n_bytes)

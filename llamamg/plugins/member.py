@@ -69,6 +69,7 @@ class Member:
             guard=str(declaration.guard),
             effect=int(getattr(self.instance, "effect", 0)),
             effect_unit=declaration.effect,
+            note=str(getattr(self.instance, "note", "")),
             hook_ms=1e3 * spent_s if hooks.traced else None,
             quarantined=self.quarantined,
             guard_replays=self.guard_counts.n_replays,

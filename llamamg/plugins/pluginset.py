@@ -33,7 +33,7 @@ class PluginSet:
         self.config = config
         self.hooks = Hooks(traced=trace_wanted() if traced is None else traced)
         self.warnings: list[str] = []  # sentences for the log at the start
-        # set by the engine; gets the switches of all enabled plugins after each toggle
+        # set by the engine; gets the switches of all enabled plugins after each toggle, refuses them with a PluginError
         self.apply_switches: Callable[[Switches], None] | None = None
         self.registry = CollectorRegistry()  # counters of the plugins' own, a part of /metrics
         self.routes: dict[str, list[Any]] = {}  # plugin -> its HTTP routes
@@ -142,9 +142,14 @@ class PluginSet:
             if needed:
                 raise PluginError(f"{needed[0]} requires {name}: switch {needed[0]} off first")
             member.enabled = False
-        member.quarantined = member.reason = None
         self._recompile()
-        self._switch()
+        try:
+            self._switch()
+        except PluginError:
+            member.enabled = not enabled
+            self._recompile()
+            raise
+        member.quarantined = member.reason = None
 
     def _check_toggle_class(self, name: str, enabled: bool) -> None:
         toggle = declaration_of(name, self._found).toggle
@@ -204,7 +209,10 @@ class PluginSet:
                 self._members[other].enabled = False
                 self._members[other].reason = f"requires {name}, which was switched off by an error"
         self._recompile()
-        self._switch()
+        try:
+            self._switch()
+        except PluginError as refusal:
+            log.error("the native switches of plugin %s stay as they are: %s", name, refusal)
         for told in self.hooks.plugin_quarantined:
             try:
                 told(name, reason)

@@ -22,6 +22,7 @@ class PluginView:
     guard: str = ""
     effect: int = 0
     effect_unit: str = ""
+    note: str = ""  # what the plugin has to say about itself now
     hook_ms: float | None = None  # None: hooks are not timed (LLAMAMG_TRACE_HOOKS=1 times them)
     quarantined: str | None = None
     guard_replays: int = 0  # idle replays of requests during which it acted (--guard-replay)

@@ -89,9 +89,10 @@ MG_API void mg_qsa_stats(struct mg_qsa * out);
 
 // Switches were turned while the context is idle: make it ready for their new values. With qsa on, pooled keys are
 // allocated and those of living sequences computed; either way compute buffers for the graph from now on are reserved
-// if they fit. host_free: bytes of main memory that may be used; other devices are asked. 0, or -1 with a sentence in
-// mg_last_error(): then turn the switches back and call this again.
-MG_API int32_t mg_context_adapt(void * ctx, uint64_t host_free);
+// if they fit. host_free: bytes of main memory that may be used; other devices are asked.
+// 0: text says what was done, "" if nothing. -1: text says why not, with the MiB that are missing: then turn the
+// switches back and call this again.
+MG_API int32_t mg_context_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,4 @@
 #include "mg.h"
-#include "mg_error.h"
 
 #ifndef MG_NO_SWITCHES
 #include "qsa_adapt.h"
@@ -18,15 +17,13 @@ void mg_qsa_stats(mg_qsa * out) {
 #endif
 }
 
-int32_t mg_context_adapt([[maybe_unused]] void * ctx, [[maybe_unused]] uint64_t host_free) {
+int32_t mg_context_adapt([[maybe_unused]] void * ctx, [[maybe_unused]] uint64_t host_free, char * text, size_t n_text) {
 #ifdef MG_NO_SWITCHES
+    if (n_text > 0) {
+        text[0] = '\0';
+    }
     return 0;
 #else
-    char error[512];
-    if (qsa_adapt(ctx, host_free, error, sizeof(error)) == 0) {
-        return 0;
-    }
-    mg::set_error(error);
-    return -1;
+    return qsa_adapt(ctx, host_free, text, n_text);
 #endif
 }

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cmath>
 #include <cstdio>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -60,8 +62,18 @@ void pool_all(llama_context & ctx, qsa_memory & memory) {
     }
 }
 
-// What the graph needs beyond what is there, as "300 MiB on CUDA0"; empty if all of it fits.
-std::string missing(ggml_backend_sched_t sched, const std::vector<size_t> & sizes, uint64_t host_free) {
+std::vector<size_t> buffer_sizes(ggml_backend_sched_t sched) {
+    std::vector<size_t> sizes;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        sizes.push_back(ggml_backend_sched_get_buffer_size(sched, ggml_backend_sched_get_backend(sched, i)));
+    }
+    return sizes;
+}
+
+// What buffers of these sizes lack, as "300 MiB on CUDA0, where 900 MiB are needed"; empty if all fit. Those from
+// before are given back by now: a device counts them as free itself, host_free does not.
+std::string missing(ggml_backend_sched_t sched, const std::vector<size_t> & sizes, const std::vector<size_t> & before,
+                    uint64_t host_free) {
     struct place {
         std::string name;
         double      free = 0, wanted = 0;
@@ -81,75 +93,80 @@ std::string missing(ggml_backend_sched_t sched, const std::vector<size_t> & size
             here.name = dev ? ggml_backend_dev_name(dev) : "main memory";
             here.free = (double) n_free;
         }
-        // A buffer that is too small is given back before the new one is made.
-        const size_t n_now = ggml_backend_sched_get_buffer_size(sched, backend);
-        if (sizes[i] > n_now) {
-            here.wanted += (double) sizes[i];
-            here.free += (double) n_now;
-        }
+        here.free += dev ? 0.0 : (double) before[i];
+        here.wanted += (double) sizes[i];
     }
     std::string out;
     for (const auto & [dev, here] : places) {
         if (here.wanted > here.free) {
             out += format("%s%.0f MiB on %s, where %.0f MiB are needed", out.empty() ? "" : " and ",
-                          (here.wanted - here.free) / MiB + 0.5, here.name.c_str(), here.wanted / MiB);
+                          std::ceil((here.wanted - here.free) / MiB), here.name.c_str(), std::ceil(here.wanted / MiB));
         }
     }
     return out;
 }
 
-// Compute buffers of the largest graph, like those a new context has.
-void reserve(llama_context & ctx, uint64_t host_free) {
+// Compute buffers of the largest graph, like those a new context has. They have been there before on a return from a
+// change that was refused. Returns their size in bytes.
+size_t reserve(llama_context & ctx, uint64_t host_free, bool is_return) {
     const llama_cparams & cparams   = ctx.get_cparams();
     const uint32_t        n_seqs    = cparams.n_seq_max;
     const uint32_t        n_tokens  = std::min(cparams.n_ctx, cparams.n_ubatch);
     const uint32_t        n_outputs = std::min(n_tokens, cparams.n_outputs_max);
     const auto            full      = ctx.get_memory()->init_full();
 
-    std::vector<size_t> sizes(ggml_backend_sched_get_n_backends(ctx.get_sched()));
+    const std::vector<size_t> before = buffer_sizes(ctx.get_sched());
+    std::vector<size_t>       sizes(before.size());
     ctx.graph_reserve(n_tokens, n_seqs, n_outputs, full.get(), true, sizes.data());
-    const std::string lacking = missing(ctx.get_sched(), sizes, host_free);
+    const std::string lacking = is_return ? "" : missing(ctx.get_sched(), sizes, before, host_free);
     if (!lacking.empty()) {
-        throw std::runtime_error("compute buffers do not fit: missing " + lacking);
+        throw std::runtime_error("its compute buffers do not fit: missing " + lacking);
     }
     if (!ctx.graph_reserve(n_tokens, n_seqs, n_outputs, full.get())) {
-        throw std::runtime_error("compute buffers could not be allocated, although there seemed to be room");
+        throw std::runtime_error("its compute buffers could not be allocated, although there seemed to be room");
     }
+    return std::accumulate(sizes.begin(), sizes.end(), (size_t) 0);
 }
 
-void adapt(llama_context & ctx, uint64_t host_free) {
+std::string adapt(llama_context & ctx, uint64_t host_free) {
     auto *       hybrid = dynamic_cast<llama_memory_hybrid_idx *>(ctx.get_memory());
     qsa_memory * memory = hybrid ? hybrid->get_qsa() : nullptr;
     if (!memory || memory->is_reserved()) {
-        return;
+        return "";
     }
+    const bool is_return = memory->is_return();
+    memory->set_reserved(false);
     ctx.synchronize();
     ctx.memory_update(false);  // copies of sequences that are still to be done
-    if (memory->wanted()) {
+    std::string done;
+    const bool  is_native = memory->wanted();
+    if (is_native) {
         const int64_t n_new = memory->collect(ctx.n_seq_max());
         if (n_new > 0) {
             const int64_t begin = ggml_time_us();
             pool_all(ctx, *memory);
             const int64_t us = ggml_time_us() - begin;
             memory->adopt(us);
-            LLAMA_LOG_INFO("%s: rebuilt %" PRId64 " pooled keys of QSA in each of %zu layers in %.1f ms\n", __func__,
-                           n_new, memory->layer_ids().size(), us / 1e3);
+            done = format("rebuilt %" PRId64 " pooled keys in each of %zu layers in %.1f ms; ", n_new,
+                          memory->layer_ids().size(), us / 1e3);
         }
     } else if (const std::string reason = memory->take_reason(); !reason.empty()) {
         throw std::runtime_error("native QSA is not possible here: " + reason);
     }
-    reserve(ctx, host_free);
-    memory->set_reserved();
+    const double n_mib = reserve(ctx, host_free, is_return) / MiB;
+    memory->set_reserved(true);
+    return done +
+           format("the %s attention graph needs compute buffers of %.0f MiB", is_native ? "native" : "upstream", n_mib);
 }
 
 }  // namespace
 
-int32_t qsa_adapt(void * ctx, uint64_t host_free, char * error, size_t n_error) {
+int32_t qsa_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text) {
     try {
-        adapt(*static_cast<llama_context *>(ctx), host_free);
+        std::snprintf(text, n_text, "%s", adapt(*static_cast<llama_context *>(ctx), host_free).c_str());
         return 0;
     } catch (const std::exception & e) {
-        std::snprintf(error, n_error, "%s", e.what());
+        std::snprintf(text, n_text, "%s", e.what());
         return -1;
     }
 }

@@ -13,8 +13,9 @@ extern "C" {
 
 // ctx is an idle llama_context*. On: pools the keys of all sequences that live. Both: reserves the compute buffers of
 // the graph that is used from now on, once it is known that they fit; host_free is what main memory has left.
-// 0, or -1 with a sentence in error; the buffers are then those of before.
-MG_API int32_t qsa_adapt(void * ctx, uint64_t host_free, char * error, size_t n_error);
+// 0: text is a sentence about what was done, empty if nothing had to be. -1: text says why not; call again with the
+// switch as it was.
+MG_API int32_t qsa_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
 
 #ifdef __cplusplus
 }

@@ -36,7 +36,7 @@ qsa_memory::qsa_memory(const llama_model & model, const llama_kv_cache & attn, c
         ntop = (int32_t) model.hparams.indexer_top_k / r;
     }
     wanted();
-    set_reserved();
+    set_reserved(true);
 }
 
 qsa_memory::~qsa_memory() {
@@ -184,12 +184,19 @@ bool qsa_memory::wanted() {
     return reason.empty();
 }
 
-bool qsa_memory::is_reserved() const {
+bool qsa_memory::is_return() const {
     return mg_switch_value(MG_QSA) == reserved;
 }
 
-void qsa_memory::set_reserved() {
-    reserved = mg_switch_value(MG_QSA);
+bool qsa_memory::is_reserved() const {
+    return is_valid && is_return();
+}
+
+void qsa_memory::set_reserved(bool done) {
+    is_valid = done;
+    if (done) {
+        reserved = mg_switch_value(MG_QSA);
+    }
 }
 
 std::string qsa_memory::take_reason() {

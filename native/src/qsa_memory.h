@@ -50,9 +50,10 @@ public:
     int64_t collect(uint32_t n_seq);
     void    adopt(int64_t us);
 
-    // The switch as it was when the compute buffers were last reserved for its value.
+    // Are the compute buffers those for the switch's value?
     bool is_reserved() const;
-    void set_reserved();
+    bool is_return() const;  // they were, before something else was tried
+    void set_reserved(bool done);
     // Why this context computes as upstream although the switch is on; empty if it does not. Forgets a lack of memory.
     std::string take_reason();
 
@@ -114,6 +115,7 @@ private:
     std::vector<int32_t>      range;
     bool                      submitted = false;
     bool                      said      = false;
-    int32_t                   reserved  = 0;
+    int32_t                   reserved  = 0;      // value of the switch that compute buffers were reserved for
+    bool                      is_valid  = false;  // and they are still there
     bool                      is_short  = false;  // the reason is a lack of memory
 };

@@ -135,3 +135,39 @@ def test_switch_clash_at_a_toggle_changes_nothing(make: Any) -> None:
     with pytest.raises(PluginError, match="different values of the native switch x"):
         plugins.toggle("b", True)
     assert (plugins.enabled(), applied) == (["a"], [])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_refused_switch_leaves_everything_as_it_was(make: Any, enabled: bool) -> None:
+    plugins = make.on(make.plugin("a", HOOK))
+    if not enabled:
+        plugins.toggle("a", False)
+    hooks = plugins.hooks.idle
+
+    def refuse(wanted: Any) -> None:
+        raise PluginError("300 MiB are missing")
+
+    plugins.apply_switches = refuse
+    with pytest.raises(PluginError, match="300 MiB are missing"):
+        plugins.toggle("a", not enabled)
+    assert plugins.views()[0].enabled is enabled
+    assert plugins.hooks.idle == hooks
+
+
+def test_quarantine_survives_a_refused_switch(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plugins = make.on(make.plugin("a", HOOK))
+
+    def refuse(wanted: Any) -> None:
+        raise PluginError("300 MiB are missing")
+
+    plugins.apply_switches = refuse
+    plugins.quarantine("a", ValueError("no"))
+    assert plugins.views()[0].state == "quarantined"
+    assert "the native switches of plugin a stay as they are: 300 MiB are missing" in caplog.text
+
+
+def test_a_note_is_shown(make: Any) -> None:
+    plugins = make.on(make.plugin("a", HOOK))
+    assert plugins.views()[0].note == ""
+    plugins._members["a"].instance.note = "doing well"
+    assert plugins.views()[0].note == "doing well"

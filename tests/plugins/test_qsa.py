@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from llamamg import Unavailable, facts
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.library import Library
 from llamamg.loading import load
-from llamamg.plugins import PluginSet
+from llamamg.plugins import PluginError, PluginSet, PluginView
 from llamamg.request import Finished, Request, SamplingParams
 from llamamg_plugins.qsa import Qsa
 
@@ -57,8 +59,8 @@ def engine(library: Library, micro_model: Path) -> Iterator[Callable[..., Engine
         pytest.skip("the unpatched build has no native QSA")
     engines: list[Engine] = []
 
-    def make(plugins: PluginsConfig) -> Engine:
-        context = ContextConfig(n_ctx=1024, n_parallel=2, kv_unified=False, n_threads=1, n_batch=256, warmup=False)
+    def make(plugins: PluginsConfig, unified: bool = False) -> Engine:
+        context = ContextConfig(n_ctx=1024, n_parallel=2, kv_unified=unified, n_threads=1, n_batch=256, warmup=False)
         config = replace(Config(ModelConfig(micro_model), context), plugins=plugins)
         engines.append(load(config, PluginSet.discover(plugins)))
         return engines[-1]
@@ -85,8 +87,17 @@ def answer(engine: Engine, seed: int = 1, n_predict: int = 12) -> tuple[int, ...
     raise AssertionError("the request does not end")
 
 
+def view(engine: Engine) -> PluginView:
+    return next(view for view in engine.plugins.views() if view.name == "qsa")
+
+
 def effect(engine: Engine) -> int:
-    return next(view.effect for view in engine.plugins.views() if view.name == "qsa")
+    return view(engine).effect
+
+
+def metrics(engine: Engine) -> dict[str, float]:
+    text = generate_latest(engine.plugins.registry).decode()
+    return {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("llamamg:qsa_")}
 
 
 def test_an_engine_computes_natively_and_says_the_same(engine: Callable[..., Engine], library: Library) -> None:
@@ -110,3 +121,58 @@ def test_it_is_on_by_itself_and_toggles(engine: Callable[..., Engine], library: 
     made.plugins.toggle("qsa", True)
     assert answer(made) == first
     assert effect(made) > n
+
+
+def test_switching_on_says_what_it_rebuilt(
+    engine: Callable[..., Engine], library: Library, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt that a slot keeps was computed by upstream's graph; its keys are pooled when the switch turns."""
+    made = engine(PluginsConfig(only=True))
+    made.plugins.start(made)
+    answer(made)
+    before = library.mg.qsa_stats()
+    made.plugins.toggle("qsa", True)
+    n_rebuilt = library.mg.qsa_stats().n_rebuilt - before.n_rebuilt
+    assert n_rebuilt == (30 + 12 - 1) // 4
+    said = capfd.readouterr().err
+    assert re.search(rf"llamamg: rebuilt {n_rebuilt} pooled keys in each of \d layers in [\d.]+ ms", said)
+    assert "MiB of pooled keys; switching on rebuilt" in view(made).note
+    counted = metrics(made)
+    assert counted["llamamg:qsa_rebuilt_keys_total"] == library.mg.qsa_stats().n_rebuilt
+    assert counted["llamamg:qsa_rebuilt_seconds_total"] > 0
+    assert counted["llamamg:qsa_pooled_bytes"] == library.mg.qsa_stats().n_bytes > 0
+
+
+def test_switching_off_is_refused_without_room(
+    engine: Callable[..., Engine], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(PluginsConfig(enable=("qsa",), only=True))
+    first = answer(made)
+    monkeypatch.setattr("llamamg.loading.main_memory", lambda: (0, 2**30))
+    with pytest.raises(
+        PluginError, match=r"cannot switch: .* missing \d+ MiB on main memory, where \d+ MiB are needed"
+    ):
+        made.plugins.toggle("qsa", False)
+    assert "qsa" in made.plugins.enabled()
+    assert library.mg.switch("qsa") == 1
+    n = effect(made)
+    assert answer(made) == first
+    assert effect(made) > n
+    monkeypatch.undo()
+    made.plugins.toggle("qsa", False)
+    assert library.mg.switch("qsa") == 0
+    assert answer(made) == first
+
+
+def test_what_upstream_computes_instead_is_counted_and_said(engine: Callable[..., Engine]) -> None:
+    """A second sequence in a unified cache: its cells are not its positions."""
+    made = engine(PluginsConfig(enable=("qsa",), only=True), unified=True)
+    made.plugins.start(made)
+    answer(made)
+    assert "upstream" not in view(made).note
+    before = metrics(made)
+    answer(made, seed=2)
+    after = metrics(made)
+    assert after["llamamg:qsa_fallback_ubatches_total"] - before["llamamg:qsa_fallback_ubatches_total"] >= 12
+    assert after["llamamg:qsa_native_ubatches_total"] == before["llamamg:qsa_native_ubatches_total"]
+    assert "ubatches left to upstream's attention, the last one because: the cells of a sequence" in view(made).note
