@@ -201,6 +201,8 @@ class Abi:
         Returns what was done, "" if nothing. Raises NativeError with the MiB that are missing: turn the switches back
         and adapt again.
         """
+        if not hasattr(self.lib, "mg_context_adapt"):
+            return ""  # an older build does so in the first step after the switch
         text = ffi.new("char[512]")
         address = ctypes.cast(context, ctypes.c_void_p).value or 0
         failed = self.lib.mg_context_adapt(ffi.cast("void *", address), int(host_free), text, len(text))

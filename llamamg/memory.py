@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from llamamg.config import Config, ContextConfig
 from llamamg.errors import LoadError
+from llamamg.memory_graph import GraphMemory
 from llamamg.memory_shape import LayerShapes, padded
 from llamamg.model import is_unified, n_slots
 from llamamg.modelfile import TYPES, ModelHeader
@@ -143,8 +144,13 @@ def estimate(
         need.cache += of_layer.cache
         need.indexer += of_layer.indexer
         need.recurrent += of_layer.recurrent
-    for device in out.devices:
-        out.devices[device].compute = compute_bytes(config, header)
+    for device, need in out.devices.items():
+        on_it = [layer for layer in range(layers.n_layer) if place.layer(layer) == device]
+        graph = GraphMemory(config.context, header, on_it, _cells(c, header)[0], pooled_keys)
+        has_logits = place.weight("output.weight") == device or (device == CPU and not place.devices)
+        need.compute = graph.total(has_logits)
+        if device == CPU:
+            need.compute += graph.logits  # the host's copy
     return out
 
 
@@ -179,16 +185,11 @@ def _row_bytes(kind: str, n_values: int) -> int:
     return -(-n_values // per_block) * block_bytes
 
 
-def compute_bytes(config: Config, header: ModelHeader) -> int:
-    """Least that a graph takes: logits of all outputs, the activations of a ubatch, and the attention mask (f16)."""
+def graph_memory(config: Config, header: ModelHeader, pooled_keys: bool) -> GraphMemory:
+    """What computing takes on a device that holds layers of every kind."""
     c = config.context
-    n_cells = _cells(c, header)[0]
-    n_vocab = max((t.shape[1] for t in header.tensors if t.name in ("token_embd.weight", "output.weight")), default=0)
-    n_embd = int(header.get("embedding_length", 0))
-    n_outputs = c.n_outputs_max or min(n_slots(c) * (1 + c.n_draft_max), c.n_batch)
-    n_tokens = min(c.n_ubatch, c.n_batch)
-    attends = any(".attn_k" in t.name or ".attn_qkv" in t.name or ".attn_kv" in t.name for t in header.tensors)
-    return n_outputs * n_vocab * _F32 + 2 * n_tokens * n_embd * _F32 + (2 * n_tokens * n_cells if attends else 0)
+    every = range(LayerShapes(header).n_layer)
+    return GraphMemory(c, header, every, _cells(c, header)[0], pooled_keys)
 
 
 class _Placement:

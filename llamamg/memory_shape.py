@@ -56,10 +56,19 @@ class LayerShapes:
         pooled = 3 if self.h.get("attention.indexer.kpool") else 1
         return pooled * int(self.h.get("attention.indexer.key_length", 0))
 
-    def n_pooled(self, layer: int) -> float:
-        """Values of pooled indexer keys for each cell: one F32 key for every block of `compress_ratios` cells."""
+    def ratio(self, layer: int) -> int:
+        """Cells in a block of sparse attention; 0 where a layer has none."""
         ratios = self.h.get("attention.compress_ratios") or ()
-        ratio = int(ratios[layer]) if layer < len(ratios) else 0
+        return int(ratios[layer]) if layer < len(ratios) else 0
+
+    def n_top(self, layer: int) -> int:
+        """Blocks that sparse attention selects."""
+        ratio = self.ratio(layer)
+        return int(self.h.get("attention.indexer.top_k", 0)) // ratio if ratio > 0 else 0
+
+    def n_pooled(self, layer: int) -> float:
+        """Values of pooled indexer keys for each cell: one F32 key for every block."""
+        ratio = self.ratio(layer)
         return self.n_indexer(layer) / ratio if ratio > 0 else 0.0
 
     def n_state(self, layer: int) -> int:

@@ -11,7 +11,7 @@ from llamamg.devices import balance, layers, profile, speed
 from llamamg.devices.layers import Item
 from llamamg.devices.speed import Speed
 from llamamg.library import Library
-from llamamg.memory import compute_bytes, gpus
+from llamamg.memory import gpus, graph_memory
 from llamamg.model import default_threads
 from llamamg.modelfile import ModelHeader
 from llamamg.placement import Placement
@@ -61,7 +61,8 @@ def costs(
     n_gpu = config.model.n_gpu_layers
     first = 0 if isinstance(n_gpu, str) else max(0, len(every) - n_gpu)  # the layers before stay in main memory
     room = [device.memory_free if device.memory_free > 0 else None for device in devices]
-    fixed = N_COPIES * compute_bytes(config, header) + balance.SPARE
+    graph = graph_memory(config, header, pooled_keys)
+    fixed = graph.total(has_logits=True) + (N_COPIES - 1) * graph.inputs + balance.SPARE
     return Costs(every[first:], [row[first:] for row in seconds], room, fixed, how)
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from llamamg import memory
-from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.library import Library
+from llamamg.loading import load
 from llamamg.memory import MemoryShortage, check_memory, estimate
 from llamamg.model import load_model, new_context
 from llamamg.modelfile import ModelHeader, TensorInfo, open_model
+from llamamg.plugins import PluginSet
 
 MIB, GIB = 2**20, 2**30
 
@@ -172,3 +174,68 @@ def test_pooled_keys_of_native_qsa_are_counted(micro_model: Path) -> None:
     )
     assert pooled == sum(8192 // ratio * width * 4 for ratio in ratios if ratio)
     assert pooled > 0
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(8192, 512), (65536, 256), (65536, 64)])
+def test_compute_buffers_of_sparse_attention(
+    native: bool, n_ctx: int, n_ubatch: int, library: Library, micro_model: Path, tmp_path: Path
+) -> None:
+    """Upstream's grows with the context, the native one does not; the estimate follows both and stays below."""
+    if not library.patched:
+        pytest.skip("the unpatched build has no native QSA")
+    context = ContextConfig(
+        n_ctx=n_ctx, n_parallel=1, n_ubatch=n_ubatch, flash_attn="on", n_threads=1, n_threads_batch=1
+    )
+    config = Config(ModelConfig(micro_model, devices=()), context)
+    log = tmp_path / "log"
+    library.mg.set_log("info", log)
+    library.mg.set_switch("qsa", int(native))
+    try:
+        handle = load_model(library, config.model)
+        made = new_context(library, handle, config)
+        library.llama.llama_free(made)
+        library.llama.llama_model_free(handle)
+    finally:
+        library.mg.set_log("warn")
+        library.mg.set_switch("qsa", 0)
+    found = re.findall(r"(?:compute|output) buffer size = +([\d.]+) MiB", log.read_text())
+    measured = sum(map(float, found))
+    estimated = estimate(config, open_model(micro_model), pooled_keys=native).total.compute / MIB
+    assert estimated <= measured
+    if not native and n_ctx * n_ubatch >= 2**22:
+        assert estimated > 0.7 * measured
+
+
+def test_six_devices_hold_natively_what_they_cannot_hold_otherwise(micro_model: Path) -> None:
+    """Mask, bias and scores of 512 tokens and 262144 cells are 1.4 GiB on every device that has a sparse layer."""
+    context = ContextConfig(n_ctx=5 * 262144, n_parallel=5, n_ubatch=512, cache_type_k="q8_0", cache_type_v="q8_0")
+    config = Config(ModelConfig(micro_model), replace(context, flash_attn="on"))
+    gpus = [Gpu(f"CUDA{i}", int(1.3 * GIB)) for i in range(6)]
+    header = open_model(micro_model)
+    with pytest.raises(MemoryShortage, match=r"CUDA\d has 1\.30 GiB free, but needs .* context of 1310720 tokens"):
+        check_memory(config, header, gpus)
+    check_memory(config, header, gpus, pooled_keys=True)
+    with pytest.raises(MemoryShortage, match=r"CUDA\d has 0\.50 GiB free, but needs"):
+        check_memory(config, header, [Gpu(f"CUDA{i}", GIB // 2) for i in range(6)], pooled_keys=True)
+
+
+@pytest.mark.parametrize("plugins", [PluginsConfig(none=True), PluginsConfig(enable=("qsa",), only=True)])
+def test_a_context_too_big_is_refused_before_anything_is_loaded(
+    plugins: PluginsConfig, micro_model: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not library.patched:
+        pytest.skip("the unpatched build has no native QSA")
+
+    def unexpected(*_: Any) -> None:
+        raise AssertionError("the model is being loaded")
+
+    monkeypatch.setattr("llamamg.loading.load_model", unexpected)
+    monkeypatch.setattr(memory, "main_memory", lambda: (GIB, 2 * GIB))
+    context = ContextConfig(n_ctx=2**22, n_parallel=2)
+    config = replace(Config(ModelConfig(micro_model, devices=()), context), plugins=plugins)
+    try:
+        with pytest.raises(MemoryShortage, match=r"a context of 4194304 tokens needs \d+\.\d\d GiB of main memory"):
+            load(config, PluginSet.discover(plugins))
+    finally:
+        library.mg.set_switch("qsa", 0)
