@@ -6,7 +6,8 @@ What a plugin needs is here; nothing native is loaded by importing it.
 from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.config import Config
 from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
-from llamamg.facts import architecture, has_switch, qsa_stats
+from llamamg.draft_index import Draft, DraftIndex, DraftRule
+from llamamg.facts import affordable_rollback, architecture, has_lookup, has_switch, keeps_state, qsa_stats
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
 from llamamg.plugins import Options, PluginError, Unavailable, plugin
@@ -19,6 +20,9 @@ __all__ = [
     "Batch",
     "Config",
     "Defer",
+    "Draft",
+    "DraftIndex",
+    "DraftRule",
     "Fail",
     "FinishReason",
     "Guard",
@@ -38,9 +42,12 @@ __all__ = [
     "StepState",
     "Timings",
     "Unavailable",
+    "affordable_rollback",
     "architecture",
+    "has_lookup",
     "has_switch",
     "hookimpl",
+    "keeps_state",
     "plugin",
     "qsa_stats",
 ]

@@ -47,6 +47,8 @@ int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t id
                             int32_t * out_ids, float * out_probs, int32_t * out_token);
 int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
                     float * out_logprobs, float * out_token_logprob);
+int32_t mg_sample_run(void * ctx, void * chain, void * grammar, int32_t idx, const int32_t * draft, int32_t n_draft,
+                      int32_t * out_tokens);
 int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
 
 void mg_abort_install(void * ctx);
@@ -63,6 +65,23 @@ struct mg_qsa {
 };
 void mg_qsa_stats(struct mg_qsa * out);
 int32_t mg_context_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
+
+struct mg_lookup_rule {
+    int32_t n_candidates, min_hits, longest, extend, adaptive, n_min;
+    float   min_share, p_min;
+};
+struct mg_lookup_found {
+    uint64_t key;
+    int32_t  n_matched, n_hits;
+    float    share;
+};
+void *  mg_lookup_new(const int32_t * orders, int32_t n_orders);
+void    mg_lookup_free(void * index);
+int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all);
+int32_t mg_lookup_draft(void * index, void * where, int32_t last, const struct mg_lookup_rule * rule, int32_t n_max,
+                        int32_t * out, struct mg_lookup_found * found);
+int32_t mg_lookup_judge(void * index, uint64_t key, int32_t n_drafted, int32_t n_accepted);
+int32_t mg_lookup_size(void * index, uint64_t * n_bytes);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}

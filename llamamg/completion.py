@@ -86,6 +86,11 @@ class Completion:
             self.finish(sequence, reason)
         return reason
 
+    def before_end(self, draft: list[int]) -> list[int]:
+        """A draft up to its first end of text: nothing is sampled behind that, least of all by a grammar that has ended."""
+        n = next((i for i, token in enumerate(draft) if self._vocab.is_eog(token)), len(draft))
+        return draft[:n]
+
     def _piece(self, sequence: Sequence, token: int) -> bytes:
         return self._vocab.piece(token, self._special or token in sequence.request.preserved_tokens)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
     from llamamg.abi import QsaStats
     from llamamg.config import Config
 
@@ -22,6 +25,43 @@ def has_switch(name: str) -> bool:
 
     loaded = library.current()
     return loaded is None or any(switch.name == name for switch in loaded.mg.switches())
+
+
+def has_lookup() -> bool:
+    """Does the loaded library have an index for drafts (`DraftIndex`)? True while none is loaded."""
+    from llamamg import library
+
+    loaded = library.current()
+    return loaded is None or hasattr(loaded.mg.lib, "mg_lookup_new")
+
+
+def keeps_state(config: Config) -> bool:
+    """Does the model have recurrent layers, whose state cannot be cut back? False without a model. Raises ModelFileError."""
+    from llamamg.memory_shape import LayerShapes
+    from llamamg.modelfile import open_model
+
+    if not config.model.path.is_file():
+        return False
+    layers = LayerShapes(open_model(config.model.path))
+    return any(layers.is_recurrent(layer) for layer in range(layers.n_layer))
+
+
+def affordable_rollback(config: Config, devices: Sequence[Any], n_most: int) -> int:
+    """Tokens, at most `n_most`, that recurrent states can be kept for (`n_rs_seq`): each takes the memory of all states."""
+    from dataclasses import replace
+
+    from llamamg.memory import MemoryShortage, check_memory
+    from llamamg.modelfile import open_model
+
+    header = open_model(config.model.path)
+    for n in range(n_most, 0, -1):
+        context = replace(config.context, n_rs_seq=n)
+        try:
+            check_memory(replace(config, context=context), header, devices)
+        except MemoryShortage:
+            continue
+        return n
+    return 0
 
 
 def qsa_stats() -> QsaStats:

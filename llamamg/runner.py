@@ -153,7 +153,10 @@ class ModelRunner:
         sampler = row.sequence.sampler
         params = sampler.params
         out = Output(row, [])
-        draft = list(row.tokens[len(row.tokens) - row.n_logits + 1 :])
+        draft = [int(token) for token in row.tokens[len(row.tokens) - row.n_logits + 1 :]]
+        if not params.n_probs and self._sampler.has_run:
+            out.tokens = self._sampler.sample_run(sampler, first, draft)
+            return out
         for i in range(row.n_logits):
             if params.n_probs and params.post_sampling_probs:
                 prob = self._sampler.sample_with_probs(sampler, first + i, params.n_probs)

@@ -199,6 +199,7 @@ class RowSampler:
         self._index_c = ffi.cast("int32_t *", self._index.ctypes.data)
         self._tokens_c = ffi.cast("int32_t *", self._tokens.ctypes.data)
         self._error = mg.error
+        self.has_run = hasattr(mg.lib, "mg_sample_run")  # libraries built before it do row by row
 
     def sample(self, samplers: list[Sampler], index: list[int]) -> list[int]:
         """One token for each row; `index` counts tokens of the batch. -1 for a row that failed. Waits for the device."""
@@ -212,6 +213,21 @@ class RowSampler:
             if sampler.banned and tokens[i] in sampler.banned:
                 tokens[i] = self._sample_again(sampler, index[i])
         return tokens
+
+    def sample_run(self, sampler: Sampler, index: int, draft: list[int]) -> list[int]:
+        """Tokens of consecutive rows from `index` on, up to the first that is not the drafted one. -1 for a row that failed."""
+        out: list[int] = []
+        while True:
+            left = draft[len(out) :]
+            tokens = ffi.new("int32_t[]", len(left) + 1)
+            chain, grammar = ffi.cast("void *", sampler.chain), ffi.cast("void *", sampler.grammar)
+            at = index + len(out)
+            n = self._lib.mg_sample_run(self._context, chain, grammar, at, left, len(left), tokens)
+            out += ffi.unpack(tokens, n)
+            if out[-1] in sampler.banned:
+                out[-1] = self._sample_again(sampler, index + len(out) - 1)
+            if len(out) > len(draft) or out[-1] != draft[len(out) - 1]:
+                return out
 
     def _sample_again(self, sampler: Sampler, index: int) -> int:
         """Argmax chose a forbidden token: the chain that rules it out chooses."""

@@ -247,7 +247,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, room: int) -> list[int]:
         proposed = self._calls.first("draft", sequence, room, check=self._not_tokens) or []
-        return [int(token) for token in proposed[:room]]
+        return self._completion.before_end([int(token) for token in proposed[:room]])
 
     def _not_tokens(self, proposed: list[int]) -> str | None:
         if all(0 <= int(token) < self._completion.n_vocab for token in proposed):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from llamamg.options.option import Option, Status
 from llamamg.options.values import text
 
-SPEC = "Plugin spec (lookup speculation)"
 CACHE = "Plugin async-cache (prompts kept in memory)"
 GROUPS = "Plugin decode-groups (batches in flight across devices)"
 QSA = "Plugin qsa (sparse attention)"
@@ -64,57 +63,7 @@ def _of_another_way(env: str, help: str) -> Option:
     )
 
 
-def _ngram(kind: str) -> tuple[Option, ...]:
-    flag = f"--spec-ngram-{kind}"
-    return (
-        _value(SPEC, f"spec.ngram-{kind}-size-n", f"{flag}-size-n", f"{kind}: tokens that must match"),
-        _value(SPEC, f"spec.ngram-{kind}-size-m", f"{flag}-size-m", f"{kind}: tokens proposed"),
-        _value(SPEC, f"spec.ngram-{kind}-min-hits", f"{flag}-min-hits", f"{kind}: matches seen before it proposes"),
-    )
-
-
 OPTIONS = (
-    _value(
-        SPEC,
-        "spec.type",
-        "--spec-type",
-        "kinds of speculation, e.g. ngram-map-k4v; none is off",
-        env="LLAMA_ARG_SPEC_TYPE",
-        neutral=("none",),
-        example="ngram-map-k4v",
-        metavar="NAME,…",
-    ),
-    *_ngram("simple"),
-    *_ngram("map-k"),
-    *_ngram("map-k4v"),
-    _value(SPEC, "spec.ngram-mod-n-match", "--spec-ngram-mod-n-match", "mod: tokens that must match"),
-    _value(SPEC, "spec.ngram-mod-n-min", "--spec-ngram-mod-n-min", "mod: fewest tokens proposed"),
-    _value(SPEC, "spec.ngram-mod-n-max", "--spec-ngram-mod-n-max", "mod: most tokens proposed"),
-    _value(SPEC, "spec.draft-n-max", "--spec-draft-n-max", "most tokens drafted", env="LLAMA_ARG_SPEC_DRAFT_N_MAX"),
-    _value(SPEC, "spec.draft-n-min", "--spec-draft-n-min", "fewest tokens drafted", env="LLAMA_ARG_SPEC_DRAFT_N_MIN"),
-    _value(
-        SPEC,
-        "spec.draft-p-min",
-        "--draft-p-min --spec-draft-p-min",
-        "least probability of a drafted token",
-        env="LLAMA_ARG_SPEC_DRAFT_P_MIN",
-    ),
-    _value(
-        SPEC,
-        "spec.lookup-cache-static",
-        "-lcs --lookup-cache-static",
-        "file of n-gram counts, read only",
-        metavar="FILE",
-    ),
-    _value(
-        SPEC,
-        "spec.lookup-cache-dynamic",
-        "-lcd --lookup-cache-dynamic",
-        "file of n-gram counts, updated",
-        metavar="FILE",
-    ),
-    _variable(SPEC, "spec.max-users", "LLAMA_SERVER_SPEC_MAX_USERS", "no drafts while more users than this generate"),
-    _variable(SPEC, "spec.min-accept", "LLAMA_SERVER_SPEC_MIN_ACCEPT", "no drafts while fewer are accepted than this"),
     _value(
         CACHE,
         "async-cache.ram",

@@ -170,6 +170,10 @@ OPTIONS = (
         False,
         "LLAMA_ARG_SPEC_DRAFT_BACKEND_SAMPLING",
     ),
+    *_all(
+        "-lcs,--lookup-cache-static -lcd,--lookup-cache-dynamic",
+        "n-gram counts are not kept in files; --spec-type ngram-map-k4v or suffix count what the context holds",
+    ),
     *_all("--draft,--draft-n,--draft-max:LLAMA_ARG_DRAFT_MAX", "llama.cpp has removed it; use --spec-draft-n-max"),
     *_all("--draft-min,--draft-n-min:LLAMA_ARG_DRAFT_MIN", "llama.cpp has removed it; use --spec-draft-n-min"),
     *_all(

@@ -76,6 +76,7 @@ class Member:
             guard_ties=self.guard_counts.n_ties,
             guard_violations=self.guard_counts.n_violations,
             options=dict(self.options) or {name: option.default for name, option in self.found.options.items()},
+            report=dict(getattr(self.instance, "report", None) or {}),
             decided=decided,
         )
 

@@ -29,6 +29,7 @@ class PluginView:
     guard_ties: int = 0
     guard_violations: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)  # what the plugin itself has to tell
     decided: bool = False  # False: nothing was configured yet, as in `llamamg plugins` without a server
 
     @property

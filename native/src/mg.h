@@ -1,4 +1,4 @@
-// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, QSA counters.
+// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, QSA counters, lookup.
 // Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a function
 // that can fail returns a code, and mg_last_error() says what happened on the calling thread.
 #ifndef LLAMAMG_MG_H
@@ -63,6 +63,12 @@ MG_API int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int
 MG_API int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
                            float * out_logprobs, float * out_token_logprob);
 
+// Sample rows idx, idx + 1, … of one sequence, of which all but the first were computed behind draft[0], draft[1], …, and stop
+// behind the first token that is not the drafted one. Each token is chosen as it would be without a draft, and accepted
+// once. Returns how many tokens were written, at most n_draft + 1; the last one is -1 when its row failed.
+MG_API int32_t mg_sample_run(void * ctx, void * chain, void * grammar, int32_t idx, const int32_t * draft,
+                             int32_t n_draft, int32_t * out_tokens);
+
 // Show n tokens of the prompt to a chain that looks back (penalties, DRY). 0, or -1.
 MG_API int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
 
@@ -93,6 +99,46 @@ MG_API void mg_qsa_stats(struct mg_qsa * out);
 // 0: text says what was done, "" if nothing. -1: text says why not, with the MiB that are missing: then turn the
 // switches back and call this again.
 MG_API int32_t mg_context_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
+
+// ---- lookup --------------------------------------------------------------------------------------------------------
+// An index of one sequence's tokens, for drafts of what may follow. Not safe for two threads at once.
+
+struct mg_lookup_rule {
+    int32_t n_candidates;  // earlier occurrences that vote, the latest ones, 1 to 64
+    int32_t min_hits;      // occurrences there must be at least
+    int32_t longest;       // 1: only those that match farthest back vote
+    int32_t extend;        // 1: when a text ends, look for another one behind what is drafted
+    int32_t adaptive;      // 1: what a key drafts depends on how much of its last draft was accepted
+    int32_t n_min;         // shorter drafts are dropped
+    float   min_share;     // of the votes, that a drafted token needs
+    float   p_min;         // least product of the shares
+};
+
+struct mg_lookup_found {
+    uint64_t key;        // for mg_lookup_judge
+    int32_t  n_matched;  // n of the n-gram that was found, 0: none
+    int32_t  n_hits;     // occurrences that voted
+    float    share;      // product of the shares of the drafted tokens
+};
+
+// An index of n-grams of the given lengths, the longest one is looked up first; NULL on an error.
+MG_API void * mg_lookup_new(const int32_t * orders, int32_t n_orders);
+MG_API void   mg_lookup_free(void * index);
+
+// Make the index hold exactly tokens[0, n). Tokens it holds already are compared at their end only, or with `all` every
+// one of them, and what differs is replaced. Returns how many tokens were added, or -1.
+MG_API int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all);
+
+// Draft at most n_max tokens that may follow the index's tokens and `last`, from the index `where` (NULL: the same).
+// Returns how many were written, or -1.
+MG_API int32_t mg_lookup_draft(void * index, void * where, int32_t last, const struct mg_lookup_rule * rule,
+                               int32_t n_max, int32_t * out, struct mg_lookup_found * found);
+
+// Tell what became of a draft, for rules with `adaptive`. 0, or -1.
+MG_API int32_t mg_lookup_judge(void * index, uint64_t key, int32_t n_drafted, int32_t n_accepted);
+
+// Tokens held, and the memory they take.
+MG_API int32_t mg_lookup_size(void * index, uint64_t * n_bytes);
 
 #ifdef __cplusplus
 }

@@ -196,6 +196,18 @@ int32_t mg_sample_rows(void * ctx, int32_t n, void * const * chains, void * cons
     return n_failed;
 }
 
+int32_t mg_sample_run(void * ctx, void * chain, void * grammar, int32_t idx, const int32_t * draft, int32_t n_draft,
+                      int32_t * out_tokens) {
+    int32_t n = 0;
+    do {
+        out_tokens[n] = mg::guarded("mg_sample_run", -1, [&] {
+            return sample_row((llama_context *) ctx, (llama_sampler *) chain, (llama_sampler *) grammar, idx + n);
+        });
+        n++;
+    } while (n <= n_draft && out_tokens[n - 1] == draft[n - 1]);
+    return n;
+}
+
 int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int32_t idx, int32_t n_top, int32_t * out_ids,
                             float * out_probs, int32_t * out_token) {
     return mg::guarded("mg_sample_row_probs", -1, [&] {

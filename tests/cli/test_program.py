@@ -48,7 +48,7 @@ def test_errors_exit_with_one_sentence(arguments: list[str], words: str) -> None
 
 
 def test_missing_plugin_is_a_remark_when_asked(tmp_path: Path) -> None:
-    done = run("serve", "-m", str(tmp_path / "x.gguf"), "--spec-type", "ngram-mod", "--ignore-missing-plugins")
+    done = run("serve", "-m", str(tmp_path / "x.gguf"), "--cache-ram", "8192", "--ignore-missing-plugins")
     assert "there is no model" in done.stderr  # got past the plugin
 
 

@@ -139,7 +139,6 @@ def test_production_command_parses_fully(start: Any) -> None:
     ("line", "env", "words"),
     [
         ("--cache-ram 81920", {}, "--cache-ram needs the plugin async-cache"),
-        ("--spec-type ngram-map-k4v", {}, "--spec-type needs the plugin spec"),
         ("", {"LLAMA_SERVER_GROUPS": "5"}, "LLAMA_SERVER_GROUPS needs the plugin decode-groups"),
         ("--plugin-option mine.x=1", {}, "mine needs the plugin mine"),
     ],
@@ -157,4 +156,4 @@ def test_what_asks_for_nothing_of_a_missing_plugin_is_fine(start: Any) -> None:
         "LLAMA_DECODE_PIPELINE": "0",
         "GGML_CUDA_GRAPHS_FORCE": "0",
     }
-    assert start("--cache-ram", "0", "--no-cache-idle-slots", "--spec-type", "none", env=env).plugins.options == {}
+    assert start("--cache-ram", "0", "--no-cache-idle-slots", env=env).plugins.options == {}

@@ -1,0 +1,326 @@
+"""Lookup speculation: drafts what the context already contains, verified in the same batch, only where it pays."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llamamg import (
+    Batch,
+    Config,
+    Draft,
+    DraftIndex,
+    Guard,
+    Options,
+    Request,
+    Sequence,
+    StepState,
+    Timings,
+    Unavailable,
+    affordable_rollback,
+    has_lookup,
+    hookimpl,
+    keeps_state,
+    plugin,
+)
+from llamamg_plugins.spec_cost import WIDTHS, Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_options import declare
+from llamamg_plugins.spec_types import NAMES, Kind, kinds
+
+PLAIN_EVERY = 256  # steps after which one without drafts is taken, to know how long it takes now
+MARGIN = 0.03  # a gain below this is not worth a draft
+GUESSED = 8  # tokens of a draft that are compared when it is not verified
+ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
+
+
+@dataclass(slots=True)
+class Found:
+    """A draft of one sequence; the first `width` tokens of it are verified in this step."""
+
+    draft: Draft
+    kind: int
+    width: int = 0
+
+
+@dataclass(slots=True)
+class Guess:
+    """A draft that was not verified: it is compared with the tokens that come, which costs nothing and tells as much."""
+
+    tokens: list[int]
+    draft: Draft
+    n_decoded: int  # of the sequence when it was made
+    n_right: int = 0
+
+
+@dataclass(slots=True)
+class Reader:
+    """What is kept of one slot: an index for each kind, and which request it follows."""
+
+    indexes: list[DraftIndex]
+    request: int = -1
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start."""
+
+    n_drafts: int = 0
+    n_draft: int = 0
+    n_accepted: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    n_lookups: int = 0
+    lookup_s: float = 0.0
+    verify_s: float = 0.0  # what steps with drafts took longer than those without
+    why_not: Counter[str] = field(default_factory=Counter)  # sequences and steps without a draft, by reason
+
+
+@plugin(
+    name="spec",
+    summary="drafts tokens the context already contains and verifies them in the same step",
+    helps="code that is rewritten, quotes, lists: text that repeats what was read or said",
+    hurts="nothing by more than --spec-max-loss; memory of the logits of drafted rows",
+    guard=Guard.same_tokens(),
+    toggle="step",
+    effect="tokens accepted",
+)
+class Spec:
+    """All drafts of a step are chosen together, in `spec_limit`; `draft` hands them out."""
+
+    def __init__(self, **options: Any) -> None:
+        declared = Options("spec")
+        declare(declared)
+        values = {**declared.values({}), **options}
+        self.kinds: tuple[Kind, ...] = kinds(str(values["type"]), values)
+        self.n_max, self.n_min = int(values["draft_n_max"]), int(values["draft_n_min"])
+        self.max_users, self.min_accept = int(values["max_users"]), float(values["min_accept"])
+        self.max_loss, self.shared = float(values["max_loss"]) / 100, bool(values["shared"])
+        self.always = bool(values["always"])
+        self.rollback = int(values["rollback"])
+        self.effect = 0
+        self.totals = Totals()
+        self.times = StepTimes()
+        self._readers: dict[int, Reader] = {}  # slot id
+        self._accounts: dict[int, Account] = {}  # request id
+        self._found: dict[int, Found] = {}  # request id -> draft of this step
+        self._guesses: dict[int, Guess] = {}  # request id
+
+    @hookimpl
+    def register_options(self, options: Options) -> None:
+        """Names and defaults are llama-server's where it has them."""
+        declare(options)
+
+    @hookimpl
+    def configure(self, config: Config, devices: Seq[Any]) -> Config:
+        """Room for the logits of drafted rows, and for recurrent states to go back to."""
+        if not self.kinds:
+            raise Unavailable(f"no kind of speculation was chosen: add --spec-type with one of {', '.join(NAMES)}")
+        if not has_lookup():
+            raise RuntimeError("this native build has no lookup index: run `llamamg build`")  # it was asked for
+        n_max = width_below(min(self.n_max, max(kind.n_max for kind in self.kinds)))
+        if n_max == 0:
+            raise Unavailable("--spec-draft-n-max 0 drafts nothing")
+        self.n_max = n_max
+        context = replace(config.context, n_draft_max=max(config.context.n_draft_max, n_max))
+        config = replace(config, context=context)
+        if keeps_state(config) and context.n_rs_seq == 0:
+            n_back = affordable_rollback(config, devices, min(self.rollback, n_max, ROLLBACK_MAX))
+            config = replace(config, context=replace(context, n_rs_seq=n_back))
+        return config
+
+    # ---- what is read
+
+    @hookimpl
+    def batch_submitted(self, batch: Batch) -> None:
+        """A prompt goes into the index piece by piece, while the device computes it."""
+        for row in batch.rows:
+            if row.is_prompt:
+                self._read(row.sequence, row.pos0 + len(row.tokens))
+
+    def _read(self, sequence: Sequence, n: int | None = None) -> Reader:
+        slot = sequence.slot
+        reader = self._readers.get(slot.id)
+        if reader is None:
+            made = [DraftIndex(kind.orders, min(kind.n_max, max(self.n_max, kind.rule.n_min))) for kind in self.kinds]
+            reader = self._readers[slot.id] = Reader(made)
+        is_new = reader.request != sequence.request.id
+        reader.request = sequence.request.id
+        tokens = slot.tokens.view() if n is None else slot.tokens.view()[:n]
+        for index in reader.indexes:
+            index.follow(tokens, whole=is_new)
+        return reader
+
+    # ---- what is drafted
+
+    @hookimpl
+    def spec_limit(self, state: StepState) -> int:
+        """Look up a draft for every sequence, and choose together which are worth verifying."""
+        began = time.perf_counter()
+        self.times.step += 1
+        self._found = {}
+        decoding = state.decoding
+        for sequence in decoding:
+            found = self._look_up(sequence)
+            if found is None:
+                self.totals.why_not["nothing found"] += 1
+            else:
+                self._found[sequence.request.id] = found
+        self.totals.n_lookups += len(decoding)
+        self.totals.lookup_s += time.perf_counter() - began
+        return self._choose(decoding) if self._found else 0
+
+    def _look_up(self, sequence: Sequence) -> Found | None:
+        self._compare(sequence)
+        reader = self._read(sequence)
+        for i, (kind, index) in enumerate(zip(self.kinds, reader.indexes, strict=True)):
+            n = min(kind.n_max, max(self.n_max, kind.rule.n_min))
+            draft = index.draft(sequence.last_token, kind.rule, n)
+            if not draft.tokens and self.shared:
+                draft = self._elsewhere(sequence, index, i, n)
+            if draft.tokens and min(len(draft.tokens), sequence.n_remaining - 1) >= max(1, self.n_min):
+                return Found(draft, i)
+        return None
+
+    def _elsewhere(self, sequence: Sequence, index: DraftIndex, i: int, n: int) -> Draft:
+        draft = Draft([], 0, 0, 0)
+        for slot_id, reader in self._readers.items():
+            if slot_id != sequence.slot.id and not draft.tokens:
+                draft = index.draft(sequence.last_token, self.kinds[i].rule, n, reader.indexes[i])
+        return draft
+
+    def _choose(self, decoding: Seq[Sequence]) -> int:
+        offers = [self._offer(sequence, len(decoding)) for sequence in decoding]
+        why = self._obstacle(len(decoding)) or ("" if any(o.length for o in offers) else "too few accepted")
+        if why:
+            widths = [0] * len(offers)
+        elif self.always:
+            widths = [width_below(min(offer.length, self.n_max)) for offer in offers]
+        else:
+            widths, why = choose(offers, self.times, self.n_max, MARGIN)
+        if why:
+            self.totals.why_not[why] += len(self._found)
+        for sequence, width in zip(decoding, widths, strict=True):
+            found = self._found.get(sequence.request.id)
+            if found is None:
+                continue
+            found.width = width
+            if width == 0 and sequence.request.id not in self._guesses:
+                guess = Guess(found.draft.tokens[:GUESSED], found.draft, sequence.n_decoded)
+                self._guesses[sequence.request.id] = guess
+        return max(widths)
+
+    def _offer(self, sequence: Sequence, n_users: int) -> Offer:
+        account, found = self._account(sequence), self._found.get(sequence.request.id)
+        if found is None or (account.rounds and account.accepted_ema < self.min_accept * n_users):
+            return Offer(account)
+        n_useful = min(len(found.draft.tokens), sequence.n_remaining - 1)
+        return Offer(account, n_useful, found.draft.n_matched)
+
+    def _obstacle(self, n_users: int) -> str:
+        if self.max_users and n_users > self.max_users:
+            return "too many users"
+        if self.always:
+            return ""
+        if self.times.plain_s(n_users) == 0.0 or self.times.age(n_users) > PLAIN_EVERY:
+            return "measuring a step without"
+        return ""
+
+    @hookimpl
+    def draft(self, sequence: Sequence, limit: int) -> list[int] | None:
+        """The draft that was chosen for this sequence."""
+        found = self._found.get(sequence.request.id)
+        if found is None:
+            return None
+        found.width = width_below(min(found.width, limit))
+        return found.draft.tokens[: found.width] or None
+
+    # ---- what became of it
+
+    @hookimpl
+    def draft_verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Count, and learn how often this sequence's drafts are right."""
+        totals = self.totals
+        totals.n_drafts += 1
+        totals.n_draft += proposed
+        totals.n_accepted += accepted
+        totals.accepted_per_pos.extend([0] * (accepted - len(totals.accepted_per_pos)))
+        for i in range(accepted):
+            totals.accepted_per_pos[i] += 1
+        self.effect += accepted
+        account = self._account(sequence)
+        account.book(float(accepted))
+        self._guesses.pop(sequence.request.id, None)
+        found, reader = self._found.get(sequence.request.id), self._readers.get(sequence.slot.id)
+        if found is None or reader is None:
+            return  # another plugin's draft
+        account.learn(found.draft.n_matched, proposed, accepted)
+        if self.kinds[found.kind].rule.adaptive:
+            reader.indexes[found.kind].judge(found.draft, proposed, accepted)
+
+    def _compare(self, sequence: Sequence) -> None:
+        guess = self._guesses.get(sequence.request.id)
+        if guess is None or sequence.n_decoded == guess.n_decoded + guess.n_right:
+            return
+        tokens, draft = guess.tokens, guess.draft
+        if sequence.last_token == tokens[guess.n_right]:
+            guess.n_right += 1
+            if guess.n_right < len(tokens):
+                return
+        n_round = len(draft.tokens) if guess.n_right == len(tokens) else guess.n_right
+        self._account(sequence).learn(draft.n_matched, len(tokens), guess.n_right, n_round)
+        del self._guesses[sequence.request.id]
+
+    @hookimpl
+    def batch_done(self, batch: Batch, elapsed_s: float) -> None:
+        """Learn what steps take, and book it to everybody who was in this one."""
+        rows = batch.rows
+        if any(row.is_prompt for row in rows):
+            return
+        n_users, n_draft = len(rows), sum(row.n_logits - 1 for row in rows)
+        if sum(len(row.tokens) for row in rows) == n_users + n_draft:
+            self.times.observe(n_users, n_draft, elapsed_s)
+        plain_s = self.times.plain_s(n_users)
+        if plain_s == 0.0:
+            return
+        lost = elapsed_s / plain_s - 1.0 if n_draft else 0.0
+        if n_draft:
+            self.totals.verify_s += max(0.0, elapsed_s - plain_s)
+        for row in rows:
+            if (account := self._accounts.get(row.sequence.request.id)) is not None:
+                account.book(self.max_loss - max(0.0, lost))
+
+    def _account(self, sequence: Sequence) -> Account:
+        account = self._accounts.get(sequence.request.id)
+        if account is None:
+            account = self._accounts[sequence.request.id] = Account()
+        return account
+
+    @hookimpl
+    def request_finished(self, request: Request, timings: Timings) -> None:
+        """Forget a request; the index stays with its slot, for the next one that continues it."""
+        self._accounts.pop(request.id, None)
+        self._guesses.pop(request.id, None)
+        self._found.pop(request.id, None)
+
+    # ---- what is told
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """For GET /plugins: counts, where drafts were accepted, the time spent, why there was none, and what steps take."""
+        t = self.totals
+        return {
+            "drafts": t.n_drafts,
+            "drafted": t.n_draft,
+            "accepted": t.n_accepted,
+            "accepted_per_position": list(t.accepted_per_pos),
+            "lookup_us": round(1e6 * t.lookup_s / t.n_lookups, 2) if t.n_lookups else 0.0,
+            "lookup_s": round(t.lookup_s, 4),
+            "verify_s": round(t.verify_s, 3),
+            "no_draft": dict(t.why_not),
+            "step_times": self.times.table(),
+            "widths": [width for width in WIDTHS if width <= self.n_max],
+            "index_tokens": sum(len(reader.indexes[0]) for reader in list(self._readers.values())),
+            "index_mib": round(sum(i.n_bytes for r in list(self._readers.values()) for i in r.indexes) / 2**20, 2),
+        }

@@ -1,0 +1,193 @@
+"""What a draft costs and what it brings: step times by size, acceptance of each sequence, and who pays for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+WIDTHS = (1, 3, 7, 15, 31, 63)  # drafted tokens; with the sampled one these make 2, 4, 8, … rows, so graphs are reused
+DECAY = 0.9  # weight of what is past, per round
+BLEND = 0.2  # weight of a new step time
+OUTLIER = 3.0  # a step that takes more than so many times the usual counts as so many times
+FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is known
+FORGET_STEPS = 2000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
+SAVED_MAX = 16.0  # steps' worth of credit a sequence can save up
+
+
+def width_below(n: int) -> int:
+    """The largest width that is not above `n`; 0 when there is none."""
+    return max((width for width in WIDTHS if width <= n), default=0)
+
+
+@dataclass(slots=True)
+class Average:
+    """A step time in seconds (or a ratio of two), and the step in which it was last seen."""
+
+    value: float = 0.0
+    n: int = 0
+    seen: int = 0
+
+    def add(self, value: float, step: int) -> None:
+        """The first two are compared and the smaller one is kept: a new shape costs more the first time."""
+        if self.n == 0:
+            self.value = value
+        elif self.n == 1:
+            self.value = min(self.value, value)
+        else:
+            self.value += BLEND * (min(value, OUTLIER * self.value) - self.value)
+        self.n, self.seen = self.n + 1, step
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Time of a decode step by users and drafted tokens, as a multiple of the step of the same users without drafts."""
+
+    step: int = 0
+    _plain: dict[int, Average] = field(default_factory=dict)  # users -> seconds
+    _ratio: dict[int, dict[int, Average]] = field(default_factory=dict)  # users -> drafted tokens -> ratio
+
+    def observe(self, n_users: int, n_draft: int, elapsed_s: float) -> None:
+        """A step without prompts took `elapsed_s`; `n_draft` tokens were drafted over all its sequences."""
+        if n_draft == 0:
+            self._plain.setdefault(n_users, Average()).add(elapsed_s, self.step)
+        elif (plain := self._plain.get(n_users)) is not None:
+            ratios = self._ratio.setdefault(n_users, {})
+            ratios.setdefault(n_draft, Average()).add(elapsed_s / plain.value, self.step)
+
+    def plain_s(self, n_users: int) -> float:
+        """Seconds of a step without drafts; 0.0 while two have not been seen."""
+        plain = self._plain.get(n_users)
+        return plain.value if plain is not None and plain.n >= 2 else 0.0
+
+    def age(self, n_users: int) -> int:
+        """Steps since a step without drafts was seen."""
+        plain = self._plain.get(n_users)
+        return self.step - plain.seen if plain is not None else 1 << 30
+
+    def ratio(self, n_users: int, n_draft: int) -> float:
+        """Time of a step with `n_draft` drafted tokens over one without: as measured, else along a line through the nearest."""
+        if n_draft == 0:
+            return 1.0
+        known = self._ratio.get(n_users)
+        if not known:
+            return 1.0 + FIRST_SLOPE * n_draft / n_users
+        if (exact := known.get(n_draft)) is not None:
+            return self._aged(exact)
+        sizes = sorted([0, *known])
+        below = max((n for n in sizes if n < n_draft), default=0)
+        above = min((n for n in sizes if n > n_draft), default=None)
+        if above is None:  # beyond what was tried: as steep as the last piece
+            above, below = below, max(n for n in sizes if n < below)
+        low = self._aged(known[below]) if below else 1.0
+        high = self._aged(known[above])
+        return max(1.0, low + (high - low) * (n_draft - below) / (above - below))
+
+    def _aged(self, ratio: Average) -> float:
+        return 1.0 + (max(1.0, ratio.value) - 1.0) * 0.5 ** ((self.step - ratio.seen) / FORGET_STEPS)
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """users -> drafted tokens -> ratio, for people; "0" has the milliseconds of a step without drafts."""
+        out = {}
+        for n_users, plain in sorted(self._plain.items()):
+            ratios = {str(n): round(r.value, 2) for n, r in sorted(self._ratio.get(n_users, {}).items())}
+            out[str(n_users)] = {"0": round(1e3 * plain.value, 3), **ratios}
+        return out
+
+
+@dataclass(slots=True)
+class Rate:
+    """How often drafted tokens are right, in decayed counts; the first values are what is assumed before any was seen."""
+
+    right: float
+    wrong: float = 1.0
+
+    @property
+    def p(self) -> float:
+        """Probability that the next drafted token is right, given that those before it were."""
+        return self.right / (self.right + self.wrong)
+
+
+@dataclass(slots=True)
+class Account:
+    """One sequence: how often its drafts are right, and whether drafts have paid for it so far, in plain steps.
+
+    Matches of fewer than 8, of fewer than 16 and of more tokens are counted apart: short ones are often chance.
+    """
+
+    rates: tuple[Rate, Rate, Rate] = field(default_factory=lambda: (Rate(1.0), Rate(3.0), Rate(4.0)))
+    credit: float = 0.0
+    rounds: int = 0
+    accepted_ema: float = 0.0  # accepted tokens of a round
+
+    def rate(self, n_matched: int) -> Rate:
+        """The counts of matches of this length."""
+        return self.rates[(n_matched >= 8) + (n_matched >= 16)]
+
+    def learn(self, n_matched: int, n_draft: int, n_accepted: int, n_round: int | None = None) -> None:
+        """A draft was checked: verified by the model, or compared with what came without it.
+
+        `n_round`: tokens the round would have brought, where only a part of the draft was compared.
+        """
+        rate = self.rate(n_matched)
+        rate.right = DECAY * rate.right + n_accepted
+        rate.wrong = DECAY * rate.wrong + (n_accepted < n_draft)
+        self.rounds += 1
+        weight = max(1 - DECAY, 1 / self.rounds)
+        self.accepted_ema += weight * ((n_accepted if n_round is None else n_round) - self.accepted_ema)
+
+    def expected(self, n_matched: int, width: int) -> float:
+        """Tokens that a draft of this width is expected to bring: p + p² + … + p^width."""
+        p = min(self.rate(n_matched).p, 0.999)
+        return p * (1 - p**width) / (1 - p)
+
+    def book(self, change: float) -> None:
+        """Add to the credit, within its bound."""
+        self.credit = min(SAVED_MAX, self.credit + change)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A draft that was found for a sequence: how long it is, and how many tokens before it matched."""
+
+    account: Account
+    length: int = 0
+    n_matched: int = 0
+
+
+def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float) -> tuple[list[int], str]:
+    """Widths for this step, one per sequence, and why there are none: the most tokens per time nobody loses by.
+
+    A sequence that drafts must gain more than the step loses and must not be in debt; one that does not must have the
+    credit to wait that long. `margin` is the gain below which nothing is done.
+    """
+    n_users = len(offers)
+    best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
+    for cap in (width for width in WIDTHS if width <= n_max):
+        widths = [width_below(min(offer.length, cap)) for offer in offers]
+        if max(widths) < cap:
+            break  # no draft is that long
+        gains, extra, reason = _who_gains(offers, widths, times)
+        why = reason or why
+        if not any(widths):
+            continue
+        if any(not w and offer.account.credit < extra for offer, w in zip(offers, widths, strict=True)):
+            why = "would cost others"
+            continue
+        rate = (n_users + sum(gains)) / n_users / (1.0 + extra)
+        if rate > best_rate:
+            best, best_rate = widths, rate
+    return best, "" if any(best) else why
+
+
+def _who_gains(offers: Seq[Offer], widths: list[int], times: StepTimes) -> tuple[list[float], float, str]:
+    """Take those out of `widths` who would lose; what each gains and what the step takes longer, in plain steps."""
+    reason = ""
+    while True:
+        extra = times.ratio(len(offers), sum(widths)) - 1.0
+        gains = [o.account.expected(o.n_matched, w) if w else 0.0 for o, w in zip(offers, widths, strict=True)]
+        losers = [i for i, w in enumerate(widths) if w and (gains[i] <= extra or offers[i].account.credit < 0)]
+        if not losers:
+            return gains, extra, reason
+        worst = min(losers, key=lambda i: gains[i])
+        reason = "in debt" if gains[worst] > extra else "would not pay"
+        widths[worst] = 0

@@ -1,0 +1,274 @@
+"""The plugin spec in an engine without a model: the text never changes, and drafts are made where they pay and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamamg import Unavailable
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
+from llamamg.library import Library
+from llamamg.plugins import PluginError, PluginSet
+from llamamg.request import Finished
+from llamamg.testing import EOS, ask, fake_engine, run
+from llamamg_plugins.spec import Spec
+
+PHRASE = b"the quick brown fox jumps over the lazy dog; "
+
+
+@pytest.fixture(autouse=True)
+def _loaded(library: Library) -> None:
+    """The index is native."""
+
+
+def repeating(sequence: Any, so_far: list[int]) -> int:
+    """A model that writes a phrase again and again, from wherever the prompt left off."""
+    return PHRASE[(len(so_far) - sequence.n_prompt) % len(PHRASE)]
+
+
+def counting(sequence: Any, so_far: list[int]) -> int:
+    """A model that never says the same twice in a row of 12."""
+    n = len(so_far)
+    return 33 + (n * n * 7 + n // 5) % 90
+
+
+class Serving:
+    """An engine with the plugin on; `finish` answers requests sent together."""
+
+    def __init__(
+        self, n_slots: int = 1, *, model: Any = repeating, slow: dict[int, float] | None = None, **options: Any
+    ) -> None:
+        given = {"type": "ngram-map-k4v"} | {key.replace("_", "-"): str(value) for key, value in options.items()}
+        plugins_config = PluginsConfig(enable=("spec",), only=True, options={"spec": given})
+        plugins = PluginSet.discover(plugins_config)
+        config = Config(ModelConfig(Path("fake.gguf")), ContextConfig(n_parallel=n_slots), plugins=plugins_config)
+        config = plugins.configure(config, [])
+        self.engine, self.runner, self.events = fake_engine(
+            n_slots, plugins=plugins, config=config, next_token=model, n_ctx_slot=2048, n_batch=512
+        )
+        self.plugin: Spec = plugins._members["spec"].instance
+        if slow is not None:
+            collect = self.runner.collect
+
+            def slowly() -> Any:
+                done = collect()
+                if done is not None:
+                    done.elapsed_s = slow.get(sum(row.n_logits for row in done.batch.rows), max(slow.values()))
+                return done
+
+            self.engine.runner = _Runner(self.runner, slowly)  # type: ignore[assignment]
+
+    def finish(self, *requests: Any) -> list[Finished]:
+        for request in requests:
+            self.engine.submit(request)
+        run(self.engine)
+        ends = {id_: event for id_, event in self.events if isinstance(event, Finished)}
+        return [ends[request.id] for request in requests]
+
+    @property
+    def widest(self) -> int:
+        """Drafted tokens of the widest row."""
+        return max(n_logits - 1 for batch in self.runner.batches for *_, n_logits in batch if n_logits)
+
+
+class _Runner:
+    def __init__(self, runner: Any, collect: Callable[[], Any]) -> None:
+        self._runner, self.collect = runner, collect
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def plain(request: Any, model: Any) -> Finished:
+    engine, _, events = fake_engine(1, next_token=model, n_ctx_slot=2048, n_batch=512)
+    engine.submit(replace(request, id=10**9))
+    run(engine)
+    return next(event for _, event in events if isinstance(event, Finished))
+
+
+@pytest.mark.parametrize("model", [repeating, counting])
+@pytest.mark.parametrize(
+    "kind", ["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "suffix", "suffix,ngram-simple"]
+)
+def test_off_equals_on(kind: str, model: Any) -> None:
+    served = Serving(model=model, type=kind, always="on")
+    request = ask(PHRASE.decode() * 2, n_predict=300, return_tokens=True)
+    (end,) = served.finish(request)
+    expected = plain(request, model)
+    assert (end.tokens, end.text, end.reason) == (expected.tokens, expected.text, expected.reason)
+    held = served.engine.slots[0].tokens.view().tolist()
+    assert held == served.runner.kv.held[0][: len(held)]
+    if model is repeating:
+        assert served.plugin.effect > 200
+        assert len(served.runner.batches) < 60
+
+
+def test_it_needs_a_kind_and_says_so() -> None:
+    with pytest.raises(Unavailable, match="add --spec-type with one of ngram-simple, ngram-map-k"):
+        Spec().configure(Config(ModelConfig(Path("x"))), [])
+    plugins = PluginSet.discover(PluginsConfig())
+    plugins.configure(Config(ModelConfig(Path("x"))), [])
+    assert "spec" not in plugins.enabled()
+    assert "--spec-type" in str(next(view.reason for view in plugins.views() if view.name == "spec"))
+
+
+def test_an_unknown_kind_stops_the_start() -> None:
+    with pytest.raises(PluginError, match="no kind 'draft-mtp'; use one of ngram-simple"):
+        Serving(type="draft-mtp")
+
+
+def test_it_needs_a_build_that_has_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.spec.has_lookup", lambda: False)
+    with pytest.raises(PluginError, match="run `llamamg build`"):
+        Serving()
+
+
+@pytest.mark.parametrize(("asked", "width"), [(31, 31), (20, 15), (48, 31), (100, 31), (1, 1)])
+def test_the_context_has_room_for_the_width(asked: int, width: int) -> None:
+    plugin = Spec(type="ngram-map-k4v", draft_n_max=asked)
+    assert plugin.configure(Config(ModelConfig(Path("x"))), []).context.n_draft_max == width
+
+
+def test_rows_have_a_few_fixed_lengths() -> None:
+    served = Serving()
+    served.finish(ask("go", n_predict=400))
+    lengths = {n_tokens for batch in served.runner.batches[1:] for _, _, n_tokens, _ in batch}
+    assert lengths <= {1, 2, 4, 8, 16, 32}
+    assert 32 in lengths
+
+
+def test_nothing_is_drafted_from_a_text_that_does_not_repeat_itself() -> None:
+    served = Serving(model=counting)
+    served.finish(ask("go", n_predict=200))
+    assert served.widest == 0
+    assert served.plugin.report["no_draft"] == {"nothing found": 199}
+
+
+def test_steps_that_take_as_long_as_their_tokens_are_left_alone() -> None:
+    """Each row costs as much as a whole step: after a try or two nothing is verified, and drafts are still judged."""
+    served = Serving(slow={n: 0.01 * n for n in range(1, 33)})
+    served.finish(ask("go", n_predict=600))
+    report = served.plugin.report
+    assert report["drafted"] < 60
+    assert report["no_draft"]["would not pay"] > 300
+
+
+def test_wrong_drafts_cost_little_and_then_wait() -> None:
+    """The text looks as if it repeated itself and never does: what is lost stays below the limit and one draft."""
+
+    def teasing(sequence: Any, so_far: list[int]) -> int:
+        n = len(so_far) - sequence.n_prompt
+        return PHRASE[n % 13] if n % 13 < 12 else 33 + (n // 13) % 90
+
+    slow = {n: 0.01 * (1 + 0.3 * (n - 1)) for n in range(1, 33)}
+    served = Serving(model=teasing, slow=slow)
+    served.finish(ask("go", n_predict=1300))
+    n_steps = sum(1 for batch in served.runner.batches[1:])
+    spent = sum(slow[sum(n for *_, n in batch)] for batch in served.runner.batches[1:])
+    assert spent < 0.01 * 1300 * 1.02 + slow[32]
+    assert n_steps > 1000
+
+
+def test_no_more_users_than_allowed() -> None:
+    served = Serving(3, max_users=2)
+    served.finish(*[ask("go", n_predict=100, id_slot=i) for i in range(3)])
+    assert served.widest == 0
+    assert served.plugin.report["no_draft"]["too many users"] > 0
+    served.finish(*[ask("go", n_predict=100, id_slot=i) for i in range(2)])
+    assert served.widest > 0
+
+
+def test_fewer_accepted_than_asked_for_ends_it() -> None:
+    served = Serving(2, min_accept=8)
+    served.finish(*[ask("go", n_predict=200, id_slot=i) for i in range(2)])
+    enough = served.plugin.effect  # 31 accepted, and 16 are asked for
+    served = Serving(2, min_accept=8, draft_n_max=15)
+    served.finish(*[ask("go", n_predict=200, id_slot=i) for i in range(2)])
+    assert served.plugin.report["no_draft"]["too few accepted"] > 0
+    assert served.plugin.effect < enough / 4
+
+
+def test_neighbours_who_do_not_draft_lose_no_more_than_the_limit() -> None:
+    """Two repeat, two do not; a step with drafts takes 60 % longer."""
+
+    def model(sequence: Any, so_far: list[int]) -> int:
+        return (repeating if sequence.slot.id < 2 else counting)(sequence, so_far)
+
+    slow = {4: 0.01} | dict.fromkeys(range(5, 129), 0.016)
+    served = Serving(4, model=model, slow=slow, max_loss=3)
+    requests = [ask("go", n_predict=3000 if i < 2 else 600, id_slot=i) for i in range(4)]
+    for request in requests:
+        served.engine.submit(request)
+    while not any(isinstance(event, Finished) and id_ == requests[2].id for id_, event in served.events):
+        served.engine.step()
+    steps = [sum(n for *_, n in batch) for batch in served.runner.batches[4:]]
+    plain_s = 0.01 * len(steps)
+    assert sum(slow.get(n, 0.01) for n in steps) < 1.03 * plain_s
+    assert served.plugin.effect > 0
+
+
+def test_a_slots_index_follows_its_requests() -> None:
+    served = Serving(always="on")
+    served.finish(ask("first " * 10, n_predict=50))
+    served.finish(ask("first " * 10 + "and more", n_predict=50))
+    served.finish(ask("something else", n_predict=50))
+    reader = served.plugin._readers[0]
+    assert len(reader.indexes[0]) == len(served.engine.slots[0].tokens) or len(reader.indexes[0]) < 70
+    n = len(reader.indexes[0])
+    text = served.engine.slots[0].tokens.view()[:n]
+    assert reader.indexes[0].follow(text, whole=True) == 0
+
+
+def test_other_slots_are_read_only_when_asked_to() -> None:
+    for shared in ("off", "on"):
+        served = Serving(2, shared=shared, always="on")
+        served.finish(ask(PHRASE.decode(), n_predict=60, id_slot=0))
+        before = served.plugin.effect
+        served.finish(ask("xyz", n_predict=40, id_slot=1))
+        assert (served.plugin.effect > before) == (shared == "on")
+
+
+def test_nothing_is_drafted_behind_an_end_of_text() -> None:
+    def model(sequence: Any, so_far: list[int]) -> int:
+        n = len(so_far) - sequence.n_prompt
+        return PHRASE[n] if n < 20 else EOS
+
+    served = Serving(model=model, always="on")
+    prompt = [*PHRASE[:20], EOS, *PHRASE[:9]]
+    (end,) = served.finish(ask(prompt, n_predict=50, return_tokens=True))
+    assert end.tokens == (*PHRASE[:20], EOS)
+    drafted = [n for batch in served.runner.batches for *_, n in batch if n > 1]
+    assert drafted
+
+
+def test_finished_requests_are_forgotten() -> None:
+    served = Serving(2)
+    served.finish(*[ask("go", n_predict=100, id_slot=i) for i in range(2)])
+    assert (served.plugin._accounts, served.plugin._guesses, served.plugin._found) == ({}, {}, {})
+
+
+def test_the_report_agrees_with_the_engine() -> None:
+    served = Serving()
+    (end,) = served.finish(ask("go", n_predict=300))
+    report, stats = served.plugin.report, served.engine.stats
+    assert report["drafts"] == stats.n_drafts > 0
+    assert report["drafted"] == stats.n_draft == end.timings.draft_n
+    assert report["accepted"] == stats.n_draft_accepted == end.timings.draft_n_accepted == served.plugin.effect
+    assert report["accepted_per_position"] == stats.accepted_per_pos
+    assert report["index_tokens"] > 0
+    view = next(view for view in served.engine.plugins.views() if view.name == "spec")
+    assert view.json()["report"] == report
+
+
+def test_toggled_off_nothing_is_drafted() -> None:
+    served = Serving()
+    served.engine.plugins.toggle("spec", False)
+    served.finish(ask("go", n_predict=200))
+    assert served.widest == 0
+    served.engine.plugins.toggle("spec", True)
+    served.finish(ask("go", n_predict=200))
+    assert served.widest > 0

@@ -1,0 +1,152 @@
+"""When a draft pays: widths by acceptance and step time, and that nobody loses more than the credit it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamamg_plugins.spec_cost import WIDTHS, Account, Offer, StepTimes, choose, width_below
+
+LONG = 32  # tokens matched
+
+
+def times(n_users: int = 1, plain_s: float = 0.01, **seconds: float) -> StepTimes:
+    """Measured step times: `times(1, w7=0.02)` for seven drafted tokens."""
+    out = StepTimes()
+    for _ in range(3):
+        out.observe(n_users, 0, plain_s)
+        for name, value in seconds.items():
+            out.observe(n_users, int(name[1:]), value)
+    return out
+
+
+def sure(credit: float = 0.0) -> Account:
+    account = Account(credit=credit)
+    for _ in range(50):
+        account.learn(LONG, 15, 15)
+    return account
+
+
+def unsure(credit: float = 0.0) -> Account:
+    account = Account(credit=credit)
+    for _ in range(50):
+        account.learn(LONG, 15, 0)
+    return account
+
+
+def widths(offers: list[Offer], known: StepTimes, n_max: int = 31) -> list[int]:
+    return choose(offers, known, n_max, 0.03)[0]
+
+
+def test_widths_are_a_few_fixed_ones() -> None:
+    assert [width_below(n) for n in (-1, 0, 1, 2, 3, 6, 7, 14, 15, 31, 62, 64)] == [
+        0,
+        0,
+        1,
+        1,
+        3,
+        3,
+        7,
+        7,
+        15,
+        31,
+        31,
+        63,
+    ]
+
+
+def test_the_width_with_the_most_tokens_per_time() -> None:
+    flat = times(w1=0.01, w3=0.01, w7=0.01, w15=0.0101, w31=0.0102)
+    assert widths([Offer(sure(), 40, LONG)], flat) == [31]
+    assert widths([Offer(sure(), 40, LONG)], flat, n_max=15) == [15]
+    assert widths([Offer(sure(), 10, LONG)], flat) == [7]
+    steep = times(w1=0.012, w3=0.016, w7=0.05, w15=0.1, w31=0.3)
+    assert widths([Offer(sure(), 40, LONG)], steep) == [3]
+
+
+def test_drafts_that_miss_are_not_verified() -> None:
+    assert choose([Offer(unsure(), 40, LONG)], times(w1=0.015), 31, 0.03) == ([0], "would not pay")
+    assert choose([Offer(Account(), 0, 0)], times(), 31, 0.03)[0] == [0]
+
+
+def test_a_cost_as_high_as_the_gain_is_not_paid() -> None:
+    assert widths([Offer(sure(), 40, LONG)], times(w1=0.02, w3=0.04, w7=0.08, w15=0.16, w31=0.32)) == [0]
+
+
+def test_who_is_in_debt_waits() -> None:
+    flat = times(w1=0.011, w3=0.012, w7=0.013, w15=0.02, w31=0.04)
+    assert choose([Offer(sure(credit=-1.0), 40, LONG)], flat, 31, 0.03) == ([0], "in debt")
+
+
+def test_a_neighbour_waits_only_as_long_as_its_credit_lasts() -> None:
+    known = times(2, w7=0.015, w1=0.0145, w3=0.0148, w15=0.05, w31=0.1)
+    assert choose([Offer(sure(), 40, LONG), Offer(Account(credit=0.4))], known, 31, 0.03) == (
+        [0, 0],
+        "would cost others",
+    )
+    assert widths([Offer(sure(), 40, LONG), Offer(Account(credit=0.6))], known) == [7, 0]
+
+
+def test_two_that_gain_draft_together_and_one_that_would_lose_is_left_out() -> None:
+    known = times(3, **{f"w{n}": 0.012 for n in (1, 2, 3, 6, 7, 8, 14, 15, 22, 30, 31, 62)})
+    offers = [Offer(sure(1.0), 9, LONG), Offer(unsure(1.0), 9, LONG), Offer(sure(1.0), 40, LONG)]
+    chosen = widths(offers, known)
+    assert chosen[1] == 0
+    assert chosen[0] == 7
+    assert chosen[2] >= 15
+
+
+def test_long_and_short_matches_are_learned_apart() -> None:
+    account = Account()
+    for _ in range(20):
+        account.learn(4, 8, 0)
+        account.learn(LONG, 8, 8)
+    assert account.rate(5).p < 0.1 < 0.9 < account.rate(20).p
+
+
+def test_the_expected_tokens_are_a_geometric_sum() -> None:
+    account = Account()
+    p = account.rate(LONG).p
+    assert account.expected(LONG, 3) == pytest.approx(p + p**2 + p**3)
+    assert sure().expected(LONG, 31) <= 31
+
+
+def test_times_between_sizes_lie_on_a_line_and_beyond_them_go_on_as_steep() -> None:
+    known = times(w1=0.012, w3=0.016)
+    assert known.ratio(1, 0) == 1.0
+    assert known.ratio(1, 2) == pytest.approx(1.4)
+    assert known.ratio(1, 7) == pytest.approx(1.6 + 4 * 0.2)
+    assert times(2).ratio(2, 4) == pytest.approx(2.0)  # nothing known: half a step for each row more than users
+    assert times(w15=0.012).ratio(1, 31) == pytest.approx(1 + 0.2 * 31 / 15)
+
+
+def test_one_slow_step_does_not_count_for_ever() -> None:
+    known = times(w7=0.02)
+    known.observe(1, 7, 9.0)
+    for _ in range(20):
+        known.observe(1, 7, 0.02)
+    assert known.ratio(1, 7) == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_first_time_of_a_new_shape_is_not_believed() -> None:
+    known = times()
+    known.observe(1, 7, 0.5)
+    known.observe(1, 7, 0.02)
+    assert known.ratio(1, 7) == pytest.approx(2.0)
+
+
+def test_a_size_that_was_too_slow_is_tried_again_some_day() -> None:
+    known = times(w1=0.02, w3=0.04, w7=0.08, w15=0.16, w31=0.32)
+    offer = Offer(sure(), 40, LONG)
+    assert widths([offer], known) == [0]
+    known.step += 10_000
+    assert widths([offer], known) != [0]
+
+
+def test_credit_is_bounded_above() -> None:
+    account = Account()
+    for _ in range(1000):
+        account.book(1.0)
+    assert account.credit == 16.0
+    account.book(-17.0)
+    assert account.credit == -1.0
+    assert WIDTHS[0] == 1
