@@ -54,6 +54,8 @@ int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
 void mg_abort_install(void * ctx);
 void mg_abort_set(int32_t on);
 
+int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
+
 struct mg_qsa {
     uint64_t n_native;
     uint64_t n_fallback;
@@ -85,11 +87,20 @@ int32_t mg_lookup_size(void * index, uint64_t * n_bytes);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
+MOVE_RESULTS: Final = {-1: "invalid", -2: "model", -3: "empty", -4: "busy", -5: "room", -6: "cache"}
 DEVICE_TYPES: Final = ("cpu", "gpu", "igpu", "accel", "meta")
 
 
 class NativeError(RuntimeError):
     """A call into libllamamg failed; the text is its own."""
+
+
+class MoveError(NativeError):
+    """A sequence stays where it is; `reason` is one of MOVE_RESULTS."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason: Final = reason
 
 
 class UnknownSwitch(KeyError):
@@ -228,6 +239,19 @@ class Abi:
         if failed:
             raise NativeError(_text(text))
         return _text(text)
+
+    # -- sequences
+
+    def move_sequence(self, source: int, seq_source: int, target: int, seq_target: int) -> None:
+        """Copy a sequence into another context (`llama_context` addresses) of the same model, from device to device.
+
+        Waits for both contexts and for the copy; no other thread may use either meanwhile, any other context may decode.
+        `seq_target` must be empty. The source keeps its copy: remove it there afterwards. Raises MoveError, then both
+        are as before.
+        """
+        code = self.lib.mg_seq_move(ffi.cast("void *", source), seq_source, ffi.cast("void *", target), seq_target)
+        if code != 0:
+            raise MoveError(MOVE_RESULTS.get(int(code), str(code)), str(self.error()))
 
     # -- log
 

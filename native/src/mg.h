@@ -1,4 +1,4 @@
-// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, QSA counters, lookup.
+// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, moving sequences, QSA counters, lookup.
 // Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a function
 // that can fail returns a code, and mg_last_error() says what happened on the calling thread.
 #ifndef LLAMAMG_MG_H
@@ -77,6 +77,26 @@ MG_API int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n)
 // Make decodes of this context end early (llama_decode returns 2) while the flag is set. The flag is the process's.
 MG_API void mg_abort_install(void * ctx);
 MG_API void mg_abort_set(int32_t on);
+
+// ---- moving a sequence ---------------------------------------------------------------------------------------------
+
+enum mg_move_result {
+    MG_MOVE_OK      = 0,
+    MG_MOVE_INVALID = -1,  // bad arguments, or nothing that could be moved
+    MG_MOVE_MODEL   = -2,  // the contexts are of different models
+    MG_MOVE_EMPTY   = -3,  // the source sequence holds no tokens
+    MG_MOVE_BUSY    = -4,  // the destination sequence holds tokens
+    MG_MOVE_ROOM    = -5,  // the destination has no room, or cannot take the data
+    MG_MOVE_CACHE   = -6,  // the contexts keep their caches differently
+};
+
+// Give a sequence of one llama_context to another one of the same model, whole: KV cells, index keys, pooled keys of
+// native QSA, recurrent states with those to roll back to. The data goes from buffer to buffer, over the host only
+// where two devices cannot copy to each other; no device memory is taken. Waits for both contexts first and for the
+// copies at the end. While it runs no other thread may use either context; any other context may decode.
+// The contexts may differ in n_ctx, n_seq_max, n_batch, n_ubatch, n_rs_seq. The source keeps the sequence: remove it
+// there afterwards. On failure (mg_move_result) both contexts are as before.
+MG_API int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 
 // ---- native QSA ----------------------------------------------------------------------------------------------------
 

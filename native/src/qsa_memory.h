@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -61,6 +62,11 @@ public:
     void clear();
     void remove(llama_seq_id seq, llama_pos p0);
     void forget(llama_seq_id seq);
+
+    // Another context's sequence has just been copied into seq_to here: take its pooled keys over with copy(source,
+    // offset, destination, offset, bytes). What is valid of them is counted at the next ubatch.
+    using copy_bytes = std::function<void(ggml_tensor *, size_t, ggml_tensor *, size_t, size_t)>;
+    void take_over(const qsa_memory & from, llama_seq_id seq_from, llama_seq_id seq_to, const copy_bytes & copy);
 
     int32_t ratio() const {
         return r;

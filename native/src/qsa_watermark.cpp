@@ -48,6 +48,24 @@ void qsa_memory::remove(llama_seq_id seq, llama_pos p0) {
     state.n_pooled       = std::min<int64_t>(state.n_pooled, p0 / r);
 }
 
+void qsa_memory::take_over(const qsa_memory & from, llama_seq_id seq_from, llama_seq_id seq_to,
+                           const copy_bytes & copy) {
+    const uint32_t       stream_from = from.idx.get_stream(seq_from);
+    const uint32_t       stream_to   = idx.get_stream(seq_to);
+    const stream_state & source      = from.streams[stream_from];
+    if (from.buffers.empty() || buffers.empty() || source.owner != seq_from || source.n_pooled == 0) {
+        return;
+    }
+    // A block's key depends on the raw keys at its positions only, so it is valid wherever the cells are positions.
+    const int64_t n_row = std::min<int64_t>(source.n_pooled, n_cell / r);
+    for (const auto & [il, pooled] : layers) {
+        ggml_tensor * theirs = from.layers.at(il);
+        copy(theirs, stream_from * (size_t) (from.n_cell / r) * theirs->nb[1], pooled,
+             stream_to * (size_t) (n_cell / r) * pooled->nb[1], n_row * pooled->nb[1]);
+    }
+    streams[stream_to] = { seq_to, 0, n_row, true };
+}
+
 void qsa_memory::recount(stream_state & state, llama_seq_id seq) const {
     const auto &  cells = idx.get_cells(seq);
     const int64_t n     = cells.used_max_p1();
