@@ -32,6 +32,14 @@ for name in ("llama_cpp_python", "llamamg"):  # versions, and the entry points o
         for file in ("METADATA", "entry_points.txt"):
             if text := dist.read_text(file) or (dist.read_text("PKG-INFO") if file == "METADATA" else None):
                 (to / file).write_text(text)
+        if name == "llamamg":  # an editable install may be older than the plugins of this checkout
+            try:
+                import tomllib
+            except ImportError:
+                continue
+            groups = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"].get("entry-points", {})
+            lines = [[f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())] for group, entries in groups.items()]
+            (to / "entry_points.txt").write_text("\n".join(sum(lines, [])) + "\n")
 PY
 vocab=$(find "$home"/*/src/models -name ggml-vocab-qwen35.gguf 2>/dev/null | head -n 1)
 [ -n "$vocab" ] && cp "$vocab" "$stage/"

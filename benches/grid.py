@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", default="1,5", metavar="LIST", help="sessions at a time (default 1,5)")
     add("--depths", default=DEPTHS, metavar="LIST", help=f"tokens per session (default {DEPTHS})")
     add("--side", action="append", default=[], metavar="SIDE",
-        help="ours, off (ours, all plugins off), upstream (the unpatched llama-server) or NAME=http://HOST:PORT; "
+        help="ours, off (ours, all plugins off), upstream (the unpatched llama-server), NAME=http://HOST:PORT, or "
+        "NAME:[upstream] [VARIABLE=VALUE…] [FLAG…] for ours (or upstream) with these too; "
         "repeat it for several (default: the first three)")  # fmt: skip
     add("--repeats", type=int, default=2, metavar="N", help="measurements of each cell (default 2)")
     add("--minutes", type=float, metavar="N", help="leave out the dearest cells that do not fit into this time")

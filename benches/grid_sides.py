@@ -1,8 +1,14 @@
-"""The sides of the grid: ours, ours with all plugins off, the unpatched llama-server, any URL. All get the same command line."""
+"""The sides of the grid: ours, ours with all plugins off, the unpatched llama-server, any URL. All get the same command line.
+
+A side that differs is written NAME:WORDS, with `upstream` or nothing as the first word, then variables, then flags:
+`g2:--decode-groups-groups 2`, `peer:upstream GGML_CUDA_P2P=1`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +24,8 @@ from .sides import Server, llama_server, llama_server_binary, ours
 
 DEFAULT = ("ours", "off", "upstream")
 LABELS = {"ours": "llamamg", "off": "llamamg, plugins off", "upstream": "llama-server (unpatched)"}
+NAMED = re.compile(r"([A-Za-z][\w-]*):(?!//)(.*)", re.DOTALL)
+VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 SPARE_TOKENS = 64  # beside prompt and answer
 
 
@@ -29,20 +37,24 @@ class Side:
     label: str
     url: str | None = None
     binary: Path | None = None
+    is_upstream: bool = False
+    flags: tuple[str, ...] = ()  # its own, after everybody's
+    env: tuple[tuple[str, str], ...] = ()
 
     def server(self, model: Path, flags: Sequence[str]) -> Server:
         """A server that is not started yet."""
         if self.url is not None:
             return Server(self.label, self.url)
-        if self.name == "upstream":
-            return llama_server(model, flags, self.binary)
-        return ours(model, flags, ("--enable", "none") if self.name == "off" else (), self.label)
+        env = dict(self.env) or None
+        if self.is_upstream:
+            return llama_server(model, [*flags, *self.flags], self.binary, env)
+        return ours(model, flags, self.flags, self.label, env=env)
 
     def build(self) -> dict[str, Any]:
         """What its library was built from; {} for a URL."""
         if self.url is not None:
             return {}
-        if self.name == "upstream":
+        if self.is_upstream:
             return record.build((self.binary or llama_server_binary()).parent)
         folder = Path(os.environ.get("LLAMAMG_BUILD") or paths.build("patched"))
         return record.build(folder) or record.build(folder / "bin")
@@ -53,28 +65,49 @@ class Side:
             "name": self.name,
             "label": self.label,
             "external": self.url is not None,
-            "flags": [] if self.url is not None else record.without_paths(flags),
+            "flags": [] if self.url is not None else record.without_paths([*flags, *self.flags]),
+            "env": dict(self.env),
             "build": self.build(),
         }
 
 
 def parse(texts: Sequence[str], binary: Path | None) -> list[Side]:
-    """Sides from the command line: `ours`, `off`, `upstream` or NAME=URL. Raises BenchError."""
+    """Sides from the command line: `ours`, `off`, `upstream`, NAME=URL or NAME:WORDS. Raises BenchError."""
     sides = []
     for text in texts or DEFAULT:
         name, found, url = text.partition("=")
-        if found:
+        if named := NAMED.fullmatch(text):
+            sides.append(_named(named.group(1), named.group(2), binary))
+        elif found:
             if urlsplit(url).scheme != "http" or not urlsplit(url).hostname or not name:
                 raise BenchError(f"--side {text}: give NAME=http://HOST:PORT")
             sides.append(Side(name, name, url.rstrip("/")))
         elif name in LABELS:
-            sides.append(Side(name, LABELS[name], binary=binary if name == "upstream" else None))
+            flags = ("--enable", "none") if name == "off" else ()
+            is_upstream = name == "upstream"
+            sides.append(Side(name, LABELS[name], None, binary if is_upstream else None, is_upstream, flags))
         else:
-            raise BenchError(f"--side {text}: it is one of {', '.join(LABELS)} or NAME=http://HOST:PORT")
+            raise BenchError(
+                f"--side {text}: it is one of {', '.join(LABELS)}, NAME=http://HOST:PORT or NAME:FLAGS for ours with these flags"
+            )
     names = [side.name for side in sides]
     if len(set(names)) < len(names):
         raise BenchError("every --side needs a name of its own")
     return sides
+
+
+def _named(name: str, text: str, binary: Path | None) -> Side:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BenchError(f"--side {name}:{text}: {error}") from error
+    is_upstream = words[:1] == ["upstream"]
+    words = words[is_upstream:]
+    env = []
+    while words and (match := VARIABLE.fullmatch(words[0])):
+        env.append((match.group(1), match.group(2)))
+        del words[0]
+    return Side(name, name, None, binary if is_upstream else None, is_upstream, tuple(words), tuple(env))
 
 
 def serve_flags(given: Sequence[str], n_slots: int, n_tokens: int) -> list[str]:

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decoders", default="1,2,4", metavar="LIST", help="sessions that decode (default 1,2,4)")
     add("--prompts", default="0,1,2", metavar="LIST", help="prompts that arrive together (default 0,1,2)")
     add("--side", action="append", default=[], metavar="SIDE",
-        help="ours, off (ours, all plugins off), upstream (the unpatched llama-server) or NAME=http://HOST:PORT; "
+        help="ours, off (ours, all plugins off), upstream (the unpatched llama-server), NAME=http://HOST:PORT, or "
+        "NAME:[upstream] [VARIABLE=VALUE…] [FLAG…] for ours (or upstream) with these too; "
         "repeat it for several (default: ours and off)")  # fmt: skip
     add("--prompt", type=int, default=1024, metavar="N", help="tokens of an arriving prompt (default 1024)")
     add("--depth", type=int, default=128, metavar="N", help="tokens that a decoding session begins with (default 128)")

@@ -54,7 +54,7 @@ def measure(
 ) -> dict[str, Any]:
     """One measurement. Raises BenchError, ServerError or SideError."""
     values: dict[str, Any] = client.run_loop(lambda: _measure(server, cell, residents, arriving, n_predict, alone_s))
-    _wait_free(server)
+    wait_free(server)
     return values
 
 
@@ -143,7 +143,7 @@ def _n_prompt(answer: client.Answer) -> int:
     return n
 
 
-def _wait_free(server: Server) -> None:
+def wait_free(server: Server) -> None:
     """Until the cancelled sessions have left their slots; servers without /slots get a moment."""
     until = time.monotonic() + FREE_S
     while time.monotonic() < until:

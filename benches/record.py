@@ -47,7 +47,23 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "gpus": _gpus(),
         "gpu_links": _links(),
+        **_survey(),
     }
+
+
+def _survey() -> dict[str, Any]:
+    """What `llamamg doctor --devices --json` found, from the file that $LLAMAMG_SURVEY names: measuring it takes the devices."""
+    path = os.environ.get("LLAMAMG_SURVEY")
+    if not path:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())["survey"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ResultsError(
+            f"$LLAMAMG_SURVEY is {path}, which is no output of `llamamg doctor --devices --json` ({error}): write it anew, "
+            "or unset the variable"
+        ) from error
+    return {"survey": scrubbed(found)}
 
 
 def machine_name(facts: Mapping[str, Any]) -> str:
@@ -84,7 +100,11 @@ def build(folder: Path) -> dict[str, Any]:
 
 
 def model(path: Path, synthetic: str | None = None) -> dict[str, Any]:
-    """Name, size and hash of a model file; a large one that was generated has `synthetic`, its parameters, instead."""
+    """Name, size and hash of a model file; a large one that was generated has `synthetic`, its parameters, instead.
+
+    $LLAMAMG_SYNTHETIC says how it was generated where the caller does not.
+    """
+    synthetic = synthetic or os.environ.get("LLAMAMG_SYNTHETIC") or None
     if synthetic is not None and path.stat().st_size > MAX_HASHED:
         return {"file": path.name, "bytes": path.stat().st_size, "synthetic": synthetic}
     with path.open("rb") as file:

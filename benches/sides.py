@@ -158,20 +158,27 @@ class Server:
 
 
 def ours(
-    model: Path, flags: Sequence[str], plugins: Sequence[str] = (), name: str = "ours", module: str = "llamamg"
+    model: Path,
+    flags: Sequence[str],
+    plugins: Sequence[str] = (),
+    name: str = "ours",
+    module: str = "llamamg",
+    env: dict[str, str] | None = None,
 ) -> Server:
     """`llamamg serve` of this checkout; `plugins` are its --enable/--disable options, `module` is what starts it."""
     port = free_port()
     argv = [sys.executable, "-m", module, "serve", "-m", str(model), *flags, "--port", str(port), *plugins]
-    return Server(name, f"http://127.0.0.1:{port}", Process(name, argv))
+    return Server(name, f"http://127.0.0.1:{port}", Process(name, argv, env))
 
 
-def llama_server(model: Path, flags: Sequence[str], binary: Path | None = None) -> Server:
+def llama_server(
+    model: Path, flags: Sequence[str], binary: Path | None = None, env: dict[str, str] | None = None
+) -> Server:
     """The unpatched llama-server of the same tree."""
     path = binary or llama_server_binary()
     port = free_port()
     argv = [str(path), "-m", str(model), *flags, "--port", str(port)]
-    return Server("llama-server", f"http://127.0.0.1:{port}", Process("llama-server", argv))
+    return Server("llama-server", f"http://127.0.0.1:{port}", Process("llama-server", argv, env))
 
 
 def llama_server_binary() -> Path:

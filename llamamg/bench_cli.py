@@ -16,6 +16,7 @@ MODULES = (
     "mixed",
     "gate",
     "grid",
+    "soak",
     "check",
     "kernels",
     "qsa_depth",

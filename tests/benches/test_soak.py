@@ -1,0 +1,101 @@
+"""Arrivals and cancels against a server, and what counts as a changed answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llamamg_benches import soak
+from llamamg_benches.program import run_module
+from llamamg_benches.soak_client import Counts, Kept
+
+from llamamg.guard import TIE_MARGIN
+
+
+class Alone:
+    """A server that answers alone: `tokens`, and at each place other candidates so far behind."""
+
+    def __init__(self, tokens: list[int], behind: dict[int, float], otherwise: float | None = None) -> None:
+        self.tokens, self.behind, self.otherwise = tokens, behind, otherwise
+        self.asked: list[dict[str, Any]] = []
+
+    def post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        behind = dict(self.behind)
+        if len(self.asked) > 1 and self.otherwise is not None:
+            behind = dict.fromkeys(behind, self.otherwise)
+        top = [{"id": 7, "logprob": -1.0}, *({"id": i, "logprob": -1.0 - by} for i, by in behind.items())]
+        return {"tokens": self.tokens, "completion_probabilities": [{"top_logprobs": top}] * len(self.tokens)}
+
+
+@pytest.mark.parametrize(
+    ("given", "behind", "otherwise", "verdict"),
+    [
+        ([7, 7, 7], {}, None, "n_equal"),
+        ([7, 8, 7], {8: TIE_MARGIN / 2}, None, "n_ties"),
+        ([7, 8, 7], {8: TIE_MARGIN * 2}, None, "changed"),
+        ([7, 8, 7], {8: TIE_MARGIN * 2}, TIE_MARGIN / 2, "n_ties"),
+        ([7, 9, 7], {8: 0.0}, None, "changed"),
+        ([7, 7], {}, None, "changed"),
+    ],
+    ids=["equal", "tie", "far", "tie in other batches", "not a candidate", "too short"],
+)
+def test_what_counts_as_changed(given: list[int], behind: dict[int, float], otherwise: float, verdict: str) -> None:
+    server: Any = Alone([7, 7, 7], behind, otherwise)
+    found = soak.again(server, [Kept([1, 2, 3], 3, given)], "x")
+    counts = {"n_equal": found["n_equal"], "n_ties": found["n_ties"], "changed": len(found["changed"])}
+    assert counts == {"n_equal": 0, "n_ties": 0, "changed": 0, verdict: 1}
+    assert server.asked[0]["cache_prompt"] is False
+
+
+def fine() -> dict[str, Any]:
+    return {
+        "burst": Counts().json(), "soak": Counts().json(), "equal": {}, "n_busy_slots": 0, "alive": True,
+        "bad_words_in_log": [], "memory_mib": [{"host": 1000.0, "devices": [5000.0]}] * 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"soak": Counts(errors=["boom"]).json()}, "boom"),
+        ({"equal": {"burst": {"changed": [{"at": 3}]}}}, "differ"),
+        ({"n_busy_slots": 1}, "busy"),
+        ({"alive": False}, "ended"),
+        ({"bad_words_in_log": ["quarantine"]}, "quarantine"),
+        ({"memory_mib": [{"host": 1000.0, "devices": []}, {"host": 1200.0, "devices": []}]}, "main memory"),
+        ({"memory_mib": [{"host": None, "devices": [5000.0]}, {"host": None, "devices": [5400.0]}]}, "GPU 0"),
+    ],
+)
+def test_every_failure_is_said(change: dict[str, Any], word: str) -> None:
+    assert soak.failures(fine()) == []
+    (sentence,) = soak.failures({**fine(), **change})
+    assert word in sentence
+
+
+def test_a_soak_of_a_real_server(micro_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--seconds", "4", "--sessions", "2", "--prompt", "64", "--n-predict", "8", "--sample", "3", "--seed", "3"]
+    status = run_module(
+        soak, [*words, "--results", str(tmp_path), "-m", str(micro_model), "-t", "1", "--enable", "none"], "soak"
+    )
+    assert status == 0, capfd.readouterr()
+    (folder,) = tmp_path.glob("*/*-soak")
+    result = json.loads((folder / "soak.json").read_text())
+    assert result["burst"]["n_finished"] == 2
+    assert result["soak"]["n_finished"] > 3
+    assert result["soak"]["n_cancelled"] > 0
+    assert result["equal"]["soak"]["n"] == 3
+    assert result["failures"] == []
+    assert "asked again alone" in (folder / "table.txt").read_text()
+
+
+def test_options_have_bounds() -> None:
+    parser = argparse.ArgumentParser()
+    soak.add_arguments(parser)
+    args = parser.parse_args(["--sessions", "0"])
+    args.flags = []
+    with pytest.raises(RuntimeError, match="--sessions"):
+        soak.run(args)
