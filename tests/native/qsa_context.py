@@ -58,7 +58,7 @@ class Context:
 
     def __init__(
         self, model: Model, *, n_ctx: int = 512, n_seq: int = 1, n_ubatch: int = 512, kind: str = "F32",
-        unified: bool = False, n_rollback: int = 0, flash: bool = True,
+        unified: bool = False, n_rollback: int = 0, flash: bool = True, watch: Any = None,
     ) -> None:  # fmt: skip
         self.model, self.llama = model, model.llama
         params = self.llama.llama_context_default_params()
@@ -69,6 +69,8 @@ class Context:
         params.flash_attn_type = 1 if flash else 0
         params.kv_unified = unified
         params.n_rs_seq = n_rollback
+        if watch is not None:
+            params.cb_eval = watch.callback
         self.pointer = self.llama.llama_init_from_model(model.pointer, params)
         assert self.pointer, "no context"
         self.memory = self.llama.llama_get_memory(self.pointer)
