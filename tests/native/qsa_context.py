@@ -40,6 +40,23 @@ def qsa(library: Library, value: int) -> Iterator[None]:
         library.mg.set_switch("qsa", before)
 
 
+class Counted:
+    """What the counters did inside a `with`."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def __enter__(self) -> Counted:
+        self.before = self.library.mg.qsa_stats()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = self.library.mg.qsa_stats()
+        self.n_native = after.n_native - self.before.n_native
+        self.n_fallback = after.n_fallback - self.before.n_fallback
+        self.n_pooled = after.n_pooled - self.before.n_pooled
+
+
 class Model:
     def __init__(self, library: Library, path: Path, *, n_gpu_layers: int = 0) -> None:
         self.library, self.llama = library, library.llama

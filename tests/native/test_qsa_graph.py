@@ -6,14 +6,12 @@ in one mode. Its flash attention rounds queries and sums to F16 on the CPU: 3e-4
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
-from qsa_context import Context, Model, difference, qsa, tokens
+from qsa_context import Context, Counted, Model, difference, qsa, tokens
 
 from llamamg.library import Library
 
@@ -28,23 +26,6 @@ def model(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]
     model = Model(library, synth_model(weights="f32"))
     yield model
     model.close()
-
-
-class Counted:
-    """What the counters did inside a `with`."""
-
-    def __init__(self, library: Library) -> None:
-        self.library = library
-
-    def __enter__(self) -> Counted:
-        self.before = self.library.mg.qsa_stats()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        after = self.library.mg.qsa_stats()
-        self.n_native = after.n_native - self.before.n_native
-        self.n_fallback = after.n_fallback - self.before.n_fallback
-        self.n_pooled = after.n_pooled - self.before.n_pooled
 
 
 @pytest.fixture
@@ -333,6 +314,50 @@ def test_image_falls_back_until_it_is_removed(library: Library, model: Model, co
         assert (counted.n_native, counted.n_fallback) == (1, 0)
 
 
+def test_it_is_said_once_and_counted_always(library: Library, model: Model, counted: Counted, tmp_path: Path) -> None:
+    library.mg.set_log("warn", tmp_path / "log")
+    try:
+        with qsa(library, 1), counted, Context(model) as context:
+            for i in range(3):
+                context.feed(tokens(20), start=8 + 20 * i)
+    finally:
+        library.mg.set_log("warn")
+    assert (counted.n_native, counted.n_fallback) == (0, 3)
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "upstream's attention" in line]
+    assert len(said) == 1
+    reason = library.mg.qsa_stats().reason
+    assert reason
+    assert reason in said[0]
+
+
+def test_an_edit_in_the_middle_is_refused_and_changes_nothing(library: Library, model: Model, counted: Counted) -> None:
+    """Recurrent layers cannot forget the middle; the pooled keys must not either."""
+    ids = tokens(121)
+    with qsa(library, 1), Context(model) as edited, Context(model) as straight:
+        for context in (edited, straight):
+            context.feed(ids[:120])
+        assert not edited.remove(0, 40, 60)
+        with counted:
+            got = edited.feed(ids[120:], start=120)
+        assert (got == straight.feed(ids[120:], start=120)).all()
+    assert (counted.n_native, counted.n_fallback, counted.n_pooled) == (1, 0, 0)
+
+
+def test_another_text_from_a_restored_middle_on(library: Library, model: Model, counted: Counted) -> None:
+    """The way to edit in the middle: back to a saved state, then on with other tokens over the old pooled keys."""
+    ids, other = tokens(200), tokens(90, seed=6)
+    with qsa(library, 1), Context(model) as edited, Context(model) as straight:
+        edited.feed(ids[:101])
+        state = edited.save(0)
+        edited.feed(ids[101:], start=101)
+        edited.restore(state, 0)
+        with counted:
+            got = edited.feed(other, start=101)
+        straight.feed(ids[:101])
+        assert (got == straight.feed(other, start=101)).all()
+    assert (counted.n_fallback, counted.n_pooled) == (0, 191 // 4)
+
+
 def test_without_flash_attention_upstream_computes(library: Library, model: Model, counted: Counted) -> None:
     with qsa(library, 1), counted, Context(model, flash=False) as context:
         got = context.feed(tokens(100))
@@ -358,44 +383,3 @@ def test_memory_is_counted_and_freed(library: Library, model: Model) -> None:
             # two layers, two streams, 128 blocks of 64 floats
             assert library.mg.qsa_stats().n_bytes - before >= 2 * 2 * 128 * 64 * 4
         assert library.mg.qsa_stats().n_bytes == before
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def edited(source: Path, target: Path, key: str, value: int) -> Path:
-    """A copy of a GGUF with every element of one integer field replaced."""
-    shutil.copyfile(source, target)
-    reader = GGUFReader(target, "r+")
-    field = reader.get_field(f"qwen4exp.{key}")
-    assert field is not None
-    for part in field.data:
-        if field.parts[part][0] > 0:
-            field.parts[part][0] = value
-    return target
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("attention.compress_ratios", 0), ("attention.compress_ratios", 3), ("attention.indexer.top_k", 66)],
-)
-def test_shapes_outside_the_kernels_run_on_upstream(
-    library: Library, synth_model: Callable[..., Path], tmp_path: Path, counted: Counted, key: str, value: int
-) -> None:
-    model = Model(library, edited(synth_model(), tmp_path / "odd.gguf", key, value))
-    with qsa(library, 1), counted, Context(model) as context:
-        got = context.feed(tokens(100))
-    assert (counted.n_native, counted.n_fallback) == (0, 1)
-    with Context(model) as context:
-        assert (context.feed(tokens(100)) == got).all()
-    model.close()
-
-
-@pytest.mark.parametrize(("key", "value"), [("attention.indexer.top_k", 0), ("attention.indexer.key_length", 60)])
-def test_files_that_make_no_sense_do_not_load(
-    library: Library, synth_model: Callable[..., Path], tmp_path: Path, key: str, value: int
-) -> None:
-    path = edited(synth_model(), tmp_path / "bad.gguf", key, value)
-    with qsa(library, 1):
-        params = library.llama.llama_model_default_params()
-        assert not library.llama.llama_model_load_from_file(str(path).encode(), params)
