@@ -26,7 +26,7 @@ site = pathlib.Path(sys.argv[1])
 folder = pathlib.Path(importlib.util.find_spec("llama_cpp").origin).parent
 shutil.copytree(folder, site / "llama_cpp", ignore=shutil.ignore_patterns("__pycache__", "lib"))
 for name in ("llama_cpp_python", "llamamg"):  # versions, and the entry points of the plugins
-    for dist in importlib.metadata.distributions(name=name):
+    for dist in list(importlib.metadata.distributions(name=name))[:1]:  # the one that is imported
         to = site / f"{name}-{dist.version}.dist-info"
         to.mkdir(exist_ok=True)
         for file in ("METADATA", "entry_points.txt"):

@@ -1,19 +1,35 @@
 #!/bin/sh
-# The grid on a machine without a network, from what gpu_pack.sh packed: a synthetic model, ours without plugins against upstream.
-# usage: benches/gpu_run.sh PACK OUT      OUT gets results.tgz (a machine's folder of benches/results) and run.log
-# Variables: PRESET, EXPERTS, SLOTS, DEPTHS, REPEATS, MINUTES, N_PREDICT, FLAGS, SIDES, WORK (scratch, room for the model; what is
-# there already is used again). With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead of the grid.
+# Measurements on a machine without a network, from what gpu_pack.sh packed, with a synthetic model.
+# usage: benches/gpu_run.sh PACK OUT      OUT gets results.tgz (a machine's folder of benches/results), lines.jsonl and run.log
+# STEPS (default grid) of: kernels depth mixed grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
+# Other variables: PRESET, EXPERTS, JOBS, WORK (scratch, room for the model; what is there already is used again), FLAGS (of the
+# servers); of the grid SIDES, SLOTS, DEPTHS (`fit`: the deepest that the time left allows), REPEATS, MINUTES, N_PREDICT;
+# DEPTH_FLAGS, MIXED_FLAGS. With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
 set -eu
+began=$(date +%s)
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ $# -eq 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+[ $# -eq 2 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 mkdir -p "$2"
 pack=$(cd "$1" && pwd) out=$(cd "$2" && pwd)
 work=${WORK:-$(mktemp -d)} preset=${PRESET:-full} python=${PYTHON:-python3}
 flags=${FLAGS:--ngl 99 -fa on -ctk q8_0 -ctv q8_0 -b 2048 -ub 512 -c 1310720 -np 5 -t 8}
-begin=$(date +%s)
+made="llamamg synth --preset $preset${EXPERTS:+ --experts $EXPERTS}, seed 1"
 say() { echo "[$(date +%T)] $*"; }
+left() { echo $((${TOTAL:-560} + began - $(date +%s))); }
+step() { # a measurement, ended in time; what it kept is packed at once
+  name=$1 && shift
+  [ "$(left)" -gt 20 ] || { say "$name: no time left"; failed=1; return; }
+  say "$name, $(left) s left"
+  timeout -k 10 -s INT "$(left)" "$python" -m "benches.$name" --results "$work/results" "$@" || { say "$name: status $?"; failed=1; }
+  [ ! -d "$work/results" ] || tar czf "$out/results.tgz" -C "$work/results" .
+}
+sides() { for side in "$@"; do printf -- '--side %s ' "$side"; done; }
+deepest() { # thousands of tokens for each of five sessions on two sides at 3000 t/s, in steps of ten
+  k=$(((${1} - 30) * 3 / 10 / 10 * 10)); [ $k -gt 10 ] || k=10; [ $k -lt 50 ] || k=50; echo "${k}k"
+}
 exec 3>&1
 {
+  failed=0
   say unpacking
   mkdir -p "$work/site"
   if [ ! -f "$work/unpacked" ]; then
@@ -34,23 +50,28 @@ exec 3>&1
   say "writing the model"
   vocab=; [ "$preset" = full ] && vocab="--vocab $work/ggml-vocab-qwen35.gguf"
   # shellcheck disable=SC2086
-  [ -f "$work/model-is-whole" ] || "$python" -m llamamg synth "$work/$preset.gguf" --force --preset "$preset" ${EXPERTS:+--experts "$EXPERTS"} ${vocab:-${VOCAB:+--vocab "$VOCAB"}} 2>&1 | tail -n 1
+  [ -f "$work/model-is-whole" ] || "$python" -m llamamg synth "$work/$preset.gguf" --force --preset "$preset" \
+    ${EXPERTS:+--experts "$EXPERTS"} --jobs "${JOBS:-$(nproc)}" ${vocab:-${VOCAB:+--vocab "$VOCAB"}} 2>&1 | tail -n 1
   [ ! -f "$work/$preset.gguf" ] || : >"$work/model-is-whole"
-  made="llamamg synth --preset $preset${EXPERTS:+ --experts $EXPERTS}, seed 1"
-  say measuring
-  set --
-  for side in ${SIDES:-off upstream}; do set -- "$@" --side "$side"; done
-  status=0
-  # shellcheck disable=SC2086
-  if [ -n "${ROWS:-}" ]; then
-    "$python" -m benches.multi_gpu --rows "$ROWS" --out "$out" --elapsed "$(($(date +%s) - begin))" ${MINUTES:+--minutes "$MINUTES"} \
-      --results "$work/results" --synthetic "$made" ${MULTI_ARGS:-} -m "$work/$preset.gguf" $flags || status=$?
-  else "$python" -m benches.grid "$@" --together --slots "${SLOTS:-1,5}" --depths "${DEPTHS:-5k,50k,150k}" \
-    --repeats "${REPEATS:-2}" --minutes "${MINUTES:-6.5}" --n-predict "${N_PREDICT:-128}" --results "$work/results" \
-    --synthetic "$made" -m "$work/$preset.gguf" $flags || status=$?
-  fi
-  say "done ($status)"
-  [ ! -d "$work/results" ] || [ -n "${ROWS:-}" ] || tar czf "$out/results.tgz" -C "$work/results" .
-  echo "$status" >"$work/status"
+  [ -z "${ROWS:-}" ] || STEPS=rows
+  for name in ${STEPS:-grid}; do
+    # shellcheck disable=SC2046,SC2086
+    case $name in
+      kernels) step kernels --device "${KERNELS:-cuda}" ;;
+      depth) step qsa_depth -m "$work/$preset.gguf" --synthetic "$made" --scratch "$work" --lines "$out/lines.jsonl" ${DEPTH_FLAGS:-} ;;
+      mixed) step mixed $(sides ours off upstream) --synthetic "$made" ${MIXED_FLAGS:-} -m "$work/$preset.gguf" $flags ;;
+      grid)
+        depths=${DEPTHS:-5k,50k,150k}; [ "$depths" != fit ] || depths=$(deepest "$(left)")
+        step grid $(sides ${SIDES:-off upstream}) --together --slots "${SLOTS:-1,5}" --depths "$depths" --repeats "${REPEATS:-2}" \
+          --minutes "${MINUTES:-$(left | awk '{ print $1 / 60 }')}" --n-predict "${N_PREDICT:-128}" --synthetic "$made" \
+          -m "$work/$preset.gguf" $flags ;;
+      rows)
+        say measuring
+        "$python" -m benches.multi_gpu --rows "$ROWS" --out "$out" --elapsed "$(($(date +%s) - began))" ${MINUTES:+--minutes "$MINUTES"} \
+          --results "$work/results" --synthetic "$made" ${MULTI_ARGS:-} -m "$work/$preset.gguf" $flags || failed=$? ;;
+    esac
+  done
+  say "done ($failed), $(left) s left"
+  echo "$failed" >"$work/status"
 } 2>&1 | tee "$out/run.log" >&3
 exit "$(cat "$work/status" 2>/dev/null || echo 1)"

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--alone", type=float, default=2.0, metavar="S", help="seconds to watch where no prompt arrives (default 2)")
     add("--repeats", type=int, default=3, metavar="N", help="measurements of each cell (default 3)")
+    add("--synthetic", metavar="TEXT", help="how the model was generated, in place of a hash of a large file")
     add("--llama-server", type=Path, metavar="FILE", help="unpatched llama-server (default: the built one)")
     add_results(parser)
 
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
             "sides": [side.json(flags) for side in sides],
             "sizes": {"depth": args.depth, "n_prompt": args.prompt, "n_predict": args.n_predict, "alone_s": args.alone},
             "rows": rows,
-            "record": record.everything(model=record.model(model) if model else None),
+            "record": record.everything(
+                model=record.model(model, args.synthetic) if model else None, flags=record.without_paths(flags)
+            ),
         }
         folder.write("result.json", result)
         folder.write("plot.json", plot(result))

@@ -298,7 +298,6 @@ def run(args: argparse.Namespace) -> int:
                 build=builds["on"], builds=builds, model=record.model(args.model, args.synthetic)
             ),
         }
-        result = record.scrubbed(result)
         results.write("qsa-depth.json", result)
         results.text("table.md", table(result) + "\n")
     print(table(result))

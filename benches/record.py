@@ -167,8 +167,8 @@ class ResultFolder:
         return self
 
     def write(self, name: str, value: Any) -> None:
-        """Write a value as JSON."""
-        (self.path / name).write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+        """Write a value as JSON, without the folders of this machine."""
+        (self.path / name).write_text(json.dumps(scrubbed(value), indent=1, allow_nan=False) + "\n")
 
     def text(self, name: str, text: str) -> None:
         """Write a text file."""

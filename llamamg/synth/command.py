@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dense", action="store_true", help="same weights, but without the keys that switch sparse attention on"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes that write at the same time (default: 1)"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT.gguf if it exists")
 
 
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             ctx=args.ctx,
             progress=True,
             dense=args.dense,
+            n_processes=args.jobs,
         )
     except SynthError as error:
         print(f"llamamg synth: {error}", file=sys.stderr)

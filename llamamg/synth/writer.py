@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
@@ -55,15 +58,19 @@ def write_model(
     *,
     vocab_dir: Path | None = None,
     dense: bool = False,
+    n_processes: int = 1,
 ) -> Path:
     """Write a random-weight `qwen4exp` GGUF and return its path; an existing file is replaced.
 
     The same arguments give the same bytes. `ctx` is the trained context in tokens. `dense` leaves out the keys that
-    switch sparse attention on, with the same weights. Raises `SynthError` with a sentence that says what to change.
+    switch sparse attention on, with the same weights. `n_processes` write at the same time.
+    Raises `SynthError` with a sentence that says what to change.
     """
     shape = choose_preset(preset, experts, ctx)
     if weights not in WEIGHTS:
         raise SynthError(f"there is no weight type {weights!r}: choose one of {', '.join(WEIGHTS)}")
+    if n_processes < 1:
+        raise SynthError(f"--jobs {n_processes} is out of range: give at least 1")
     if not 0 <= seed <= MAX_SEED:
         raise SynthError(f"--seed {seed} is out of range: give 0 to {MAX_SEED}")
     target = check_target(Path(path))
@@ -82,7 +89,7 @@ def write_model(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            write_tensors(writer, tensors, types, vocabulary, seed, progress)
+            write_tensors(writer, tensors, types, vocabulary, seed, progress, n_processes)
         finally:
             writer.close()
     return target
@@ -93,37 +100,80 @@ def stored_bytes(tensor: Tensor, kind: Type) -> int:
 
 
 def declare(writer: GGUFWriter, tensor: Tensor, kind: Type) -> None:
-    writer.add_tensor_info(
-        tensor.name, tensor.shape, np.dtype(np.float32), stored_bytes(tensor, kind), raw_dtype=kind
-    )
+    writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), stored_bytes(tensor, kind), raw_dtype=kind)
 
 
 def write_tensors(
-    writer: GGUFWriter, tensors: list[Tensor], types: dict[str, Type], vocabulary: Vocabulary, seed: int, progress: bool
+    writer: GGUFWriter,
+    tensors: list[Tensor],
+    types: dict[str, Type],
+    vocabulary: Vocabulary,
+    seed: int,
+    progress: bool,
+    n_processes: int = 1,
 ) -> None:
+    """All weights behind the header that was written; several processes write into their parts of the file."""
     assert writer.fout is not None
     file = writer.fout[0]
-    total = sum(stored_bytes(tensor, types[tensor.name]) for tensor in tensors)
     writer.write_padding(file, file.tell())
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
-        for tensor in tensors:
-            bar.set_description(tensor.name, refresh=False)
-            for chunk in tensor_chunks(tensor, types[tensor.name], vocabulary, seed):
-                write_chunk(file, chunk)
-                bar.update(chunk.nbytes)
-            writer.write_padding(file, stored_bytes(tensor, types[tensor.name]))
+    file.flush()
+    path, offset, jobs = Path(file.name), file.tell(), []
+    for tensor in tensors:
+        silent = vocabulary.silent() if tensor.skips_silent else None
+        jobs.append((path, offset, tensor, types[tensor.name], silent, seed))
+        offset += writer.ggml_pad(stored_bytes(tensor, types[tensor.name]), writer.data_alignment)
+    with tqdm(total=offset - jobs[0][1], unit="B", unit_scale=True, disable=not progress) as bar:
+        if n_processes == 1:
+            for job in jobs:
+                bar.set_description(job[2].name, refresh=False)
+                write_tensor(*job, bar.update)
+        else:
+            jobs.sort(key=lambda job: stored_bytes(job[2], job[3]), reverse=True)  # no large one begins last
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(n_processes, context, initializer=_leave_ctrl_c) as pool:
+                try:
+                    for done in as_completed([pool.submit(write_tensor, *job) for job in jobs]):
+                        bar.update(done.result())
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    file.truncate(offset)  # the last tensor's padding
+
+
+def write_tensor(
+    path: Path,
+    offset: int,
+    tensor: Tensor,
+    kind: Type,
+    silent: np.ndarray[Any, np.dtype[np.bool_]] | None,
+    seed: int,
+    told: Callable[[int], object] = lambda n_bytes: None,
+) -> int:
+    """One tensor at its place in the file; bytes written."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        for chunk in tensor_chunks(tensor, kind, silent, seed):
+            write_chunk(file, chunk)
+            told(chunk.nbytes)
+    return stored_bytes(tensor, kind)
+
+
+def _leave_ctrl_c() -> None:
+    """In a writing process: the one that started it hears Ctrl-C and ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def write_chunk(file: IO[bytes], chunk: Bytes) -> None:
     file.write(chunk.data)
 
 
-def tensor_chunks(tensor: Tensor, kind: Type, vocabulary: Vocabulary, seed: int) -> Iterator[Bytes]:
-    """The stored bytes of one tensor, a number of whole rows at a time: uint8[n_rows, row_bytes]."""
+def tensor_chunks(
+    tensor: Tensor, kind: Type, silent: np.ndarray[Any, np.dtype[np.bool_]] | None, seed: int
+) -> Iterator[Bytes]:
+    """The stored bytes of one tensor, a number of whole rows at a time: uint8[n_rows, row_bytes]. Rows of `silent` are zero."""
     bits = generator(seed, tensor.name)
     n_columns = tensor.shape[-1]
     row_bytes = stored_bytes(tensor, kind) // tensor.n_rows
-    silent = vocabulary.silent() if tensor.skips_silent else None
     n_step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, tensor.n_rows, n_step):
         n_rows = min(n_step, tensor.n_rows - first)

@@ -224,14 +224,33 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.read_text() for path in tmp_path.iterdir()] == ["the old model"]
 
 
-def test_interrupt_removes_the_partial_file(tmp_path: Path) -> None:
+def test_several_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    one, three = write_model(tmp_path / "1.gguf"), write_model(tmp_path / "3.gguf", n_processes=3)
+    assert one.read_bytes() == three.read_bytes()
+    with pytest.raises(SynthError, match="--jobs 0 is out of range"):
+        write_model(tmp_path / "0.gguf", n_processes=0)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_interrupt_removes_the_partial_file(tmp_path: Path, jobs: str) -> None:
     script = (
         "import argparse, sys; from llamamg import synth; parser = argparse.ArgumentParser(); "
         "synth.add_arguments(parser); sys.exit(synth.run(parser.parse_args()))"
     )
     out = tmp_path / "m.gguf"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(out), "--preset", "full", "--vocab", str(find_vocabulary(MICRO.vocab_file))],
+        [
+            sys.executable,
+            "-c",
+            script,
+            str(out),
+            "--preset",
+            "full",
+            "--jobs",
+            jobs,
+            "--vocab",
+            str(find_vocabulary(MICRO.vocab_file)),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE,
         text=True,
