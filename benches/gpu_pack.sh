@@ -1,7 +1,7 @@
 #!/bin/sh
 # Pack what a measurement needs on a machine without a network: both builds, a few wheels, the binding, the vocabulary.
 # usage: benches/gpu_pack.sh FOLDER [PATCHED_BIN UPSTREAM_BIN]      there, the repository and FOLDER are all that gpu_run.sh takes
-# $WHEEL_PYTHON is the Python there (3.12); $WHEELS names what it lacks. $PYTHON is one in which llamamg is installed.
+# $WHEEL_PYTHON is the Python there (3.12); $WHEELS names what it lacks; $XZ_LEVEL (6) trades size for time. $PYTHON is one in which llamamg is installed.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
@@ -45,7 +45,7 @@ vocab=$(find "$home"/*/src/models -name ggml-vocab-qwen35.gguf 2>/dev/null | hea
 [ -n "$vocab" ] && cp "$vocab" "$stage/"
 git rev-parse HEAD >"$stage/COMMIT"
 # One stream with a dictionary larger than a build: what both builds share is stored once.
-tar cf - -C "$stage" . | xz -T1 -6 --lzma2=preset=6,dict=128MiB >"$out/pack.tar.xz"
+tar cf - -C "$stage" . | xz -T1 --lzma2="preset=${XZ_LEVEL:-6},dict=128MiB" >"$out/pack.tar.xz"
 version=${WHEEL_PYTHON:-3.12}
 # shellcheck disable=SC2086
 "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
