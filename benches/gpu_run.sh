@@ -24,8 +24,8 @@ step() { # a measurement, ended in time; what it kept is packed at once
   [ ! -d "$work/results" ] || tar czf "$out/results.tgz" -C "$work/results" .
 }
 sides() { for side in "$@"; do printf -- '--side %s ' "$side"; done; }
-deepest() { # thousands of tokens for each of five sessions on two sides at 3000 t/s, in steps of ten
-  k=$(((${1} - 30) * 3 / 10 / 10 * 10)); [ $k -gt 10 ] || k=10; [ $k -lt 50 ] || k=50; echo "${k}k"
+deepest() { # thousands of tokens for each of five sessions on two sides at 3000 t/s, in steps of five
+  k=$(((${1} - 30) * 3 / 10 / 5 * 5)); [ $k -gt 10 ] || k=10; [ $k -lt 50 ] || k=50; echo "${k}k"
 }
 exec 3>&1
 {
