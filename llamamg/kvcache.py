@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PARTIAL_ONLY = 1  # llama.h: only the recurrent state and sliding windows
+ON_DEVICE = 2  # llama.h: tensors stay on their devices, one snapshot for each sequence
 
 
 class Removal(Enum):
@@ -29,6 +30,7 @@ class KVCache:
         self.n_swa = n_swa
         self.can_shift = bool(llama.llama_memory_can_shift(self._memory))
         self.n_rs_seq: int = llama.llama_n_rs_seq(context)  # tokens a recurrent state can go back
+        self._snapshots: dict[int, tuple[int, NDArray[np.uint8]]] = {}  # on the devices; here is where they lie
         if self.n_rs_seq > 0:
             self.removal = Removal.BOUNDED
         else:
@@ -81,3 +83,26 @@ class KVCache:
         """Put a saved state back; False when libllama refuses it."""
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         return bool(self._llama.llama_state_seq_set_data_ext(self._context, pointer, len(data), seq_id, flags))
+
+    def snapshot(self, seq_id: int, n_tokens: int) -> bool:
+        """Copy what cannot be cut of a sequence of `n_tokens`, on its devices, in place of an earlier copy; False when refused."""
+        data = self.save(seq_id, PARTIAL_ONLY | ON_DEVICE)
+        self.forget_snapshot(seq_id)
+        if data is not None:
+            self._snapshots[seq_id] = (n_tokens, data)
+        return data is not None
+
+    def go_back(self, seq_id: int, n_tokens: int) -> bool:
+        """Make a sequence what it was when its snapshot was taken at `n_tokens`; False without that one. It is gone then."""
+        taken_at, data = self._snapshots.pop(seq_id, (-1, None))
+        # libllama ends the process when it is asked for a snapshot it does not have.
+        return (
+            data is not None
+            and taken_at == n_tokens
+            and self.restore(seq_id, data, PARTIAL_ONLY | ON_DEVICE)
+            and self.remove(seq_id, n_tokens, -1)
+        )
+
+    def forget_snapshot(self, seq_id: int) -> None:
+        """A snapshot is not needed any more."""
+        self._snapshots.pop(seq_id, None)

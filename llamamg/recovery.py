@@ -82,9 +82,10 @@ class Recovery:
 
     def _drop_draft(self, row: Row) -> None:
         sequence = row.sequence
-        sequence.slot.tokens.keep(row.pos0 + 1)
-        sequence.n_past = row.pos0 + 1
-        row.tokens, row.n_logits = row.tokens[:1], 1
+        n = len(row) - row.n_logits + 1
+        sequence.slot.tokens.keep(row.pos0 + n)
+        sequence.n_past = row.pos0 + n
+        row.tokens, row.n_logits = row.tokens[:n], 1
 
     def _shrink(self, batch: Batch, error: BatchError, n_tokens: int) -> None:
         freed = 0

@@ -11,9 +11,10 @@ from llamamg.arrange import Arranger
 from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
+from llamamg.draft import Rollback, begin_row
 from llamamg.hookcalls import HookCalls
 from llamamg.hooks import Hook
-from llamamg.kvcache import KVCache, Removal
+from llamamg.kvcache import KVCache
 from llamamg.request import Event, Failed, FinishReason, Request, Started
 from llamamg.runner import Done
 from llamamg.sequence import Sequence, SequenceState
@@ -56,8 +57,7 @@ class Scheduler:
         self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
         self._checkpoints, self._arranger, self._quarantine = checkpoints, arranger, quarantine
         self._n_batch = n_batch
-        # A hybrid's state cannot lose the rejected end of a draft unless the context keeps n_rs_seq snapshots.
-        self._n_draft_max = n_draft_max if kv.removal is Removal.PART else min(n_draft_max, kv.n_rs_seq)
+        self._n_draft_max, self._rollback = n_draft_max, Rollback(kv)
         self._running: dict[int, Sequence] = {}
         self._busy_changed = False
         self.watcher: Watcher | None = None
@@ -90,6 +90,7 @@ class Scheduler:
         self._running.pop(sequence.request.id, None)
         if self.watcher is not None:
             self.watcher.released(sequence, reason)
+        self._rollback.forget(sequence)
         if self._calls.hooks.slot_released:
             self._calls.each("slot_released", slot, sequence, reason)
         self._completion.closed(sequence)
@@ -106,8 +107,7 @@ class Scheduler:
 
     def take_back(self, row: Row) -> bool:
         """Remove what a failed batch left of a row in the cache; False when the sequence cannot be cut there."""
-        seq_id = row.sequence.slot.seq_id
-        return self._kv.pos_max(seq_id) < row.pos0 or self._kv.remove(seq_id, row.pos0, -1)
+        return self._rollback.take_back(row)
 
     def clear_idle(self) -> bool:
         """Give up the cached tokens of the idle slot unused for the longest time; False when none has any."""
@@ -183,7 +183,9 @@ class Scheduler:
                     sequence, Failed(500, "server_error", "the sampler chose no token: the logits are not finite")
                 )
                 continue
-            self._verify(sequence, output.row, len(output.tokens))
+            if not self._verify(sequence, output.row, len(output.tokens)):
+                self.fail(sequence, Failed(500, "server_error", "rejected tokens could not be taken back"))
+                continue
             reason = self._completion.tokens(sequence, output, now, self.state.itl)
             if reason is not None:
                 self.release(sequence, reason)
@@ -225,18 +227,20 @@ class Scheduler:
 
     def _add_decodes(self, state: StepState, batch: Batch) -> None:
         limit = self._draft_limit(state)
-        for sequence in state.decoding:
-            slot = sequence.slot
-            pos0 = len(slot.tokens)
-            tokens = [sequence.last_token]
+        begun = [begin_row(sequence) for sequence in state.decoding]
+        spare = self._n_batch - sum(len(tokens) for _, tokens in begun)
+        for sequence, (pos0, tokens) in zip(state.decoding, begun, strict=True):
+            slot, n_again = sequence.slot, len(tokens) - 1
             if limit and not (sequence.sampler.params.n_probs and sequence.sampler.params.post_sampling_probs):
-                room = min(limit, sequence.n_remaining - 1, self._completion.n_ctx_slot - pos0 - 2)
+                room = min(limit, spare, sequence.n_remaining - 1, self._completion.n_ctx_slot - pos0 - n_again - 2)
                 if room > 0:
-                    tokens += self._draft(sequence, room)
+                    tokens += self._draft(sequence, pos0, n_again, room)
+            spare -= len(tokens) - 1 - n_again
+            slot.tokens.keep(pos0)
             for token in tokens:
                 slot.tokens.append(token)
             sequence.n_past = pos0 + len(tokens)
-            batch.rows.append(Row(sequence, tokens, pos0, len(tokens)))
+            batch.rows.append(Row(sequence, tokens, pos0, len(tokens) - n_again))
 
     def _draft_limit(self, state: StepState) -> int:
         hooks = self._calls.hooks
@@ -245,19 +249,21 @@ class Scheduler:
         limit = self._calls.first("spec_limit", state, check=_not_a_number) if hooks.spec_limit else None
         return self._n_draft_max if limit is None else max(0, min(int(limit), self._n_draft_max))
 
-    def _draft(self, sequence: Sequence, room: int) -> list[int]:
+    def _draft(self, sequence: Sequence, pos0: int, n_again: int, room: int) -> list[int]:
         proposed = self._calls.first("draft", sequence, room, check=self._not_tokens) or []
-        return self._completion.before_end([int(token) for token in proposed[:room]])
+        draft = self._completion.before_end([int(token) for token in proposed[:room]])
+        return draft[: self._rollback.prepare(sequence, pos0, n_again, len(draft))] if draft else draft
 
     def _not_tokens(self, proposed: list[int]) -> str | None:
         if all(0 <= int(token) < self._completion.n_vocab for token in proposed):
             return None
         return "a proposed token is not in the vocabulary"
 
-    def _verify(self, sequence: Sequence, row: Row, n_tokens: int) -> None:
+    def _verify(self, sequence: Sequence, row: Row, n_tokens: int) -> bool:
+        """Count a draft and take its rejected tokens back; False when the memory cannot go back."""
         n_draft = row.n_logits - 1
         if n_draft <= 0:
-            return
+            return True
         accepted, stats = n_tokens - 1, self.stats
         stats.n_drafts += 1
         stats.n_draft += n_draft
@@ -267,12 +273,13 @@ class Scheduler:
             stats.accepted_per_pos[i] += 1
         sequence.timings.draft_n += n_draft
         sequence.timings.draft_n_accepted += accepted
-        if accepted < n_draft:
-            keep = row.pos0 + n_tokens
-            self._kv.remove(sequence.slot.seq_id, keep, -1)
-            sequence.slot.tokens.keep(keep)
-            sequence.n_past = keep
+        went_back = True
+        if accepted == n_draft:
+            self._rollback.accepted(row)
+        else:
+            went_back = self._rollback.reject(row, len(row) - n_draft + accepted)
         self._calls.each("draft_verified", sequence, n_draft, accepted)
+        return went_back
 
     def _add_prefills(self, state: StepState, batch: Batch) -> None:
         hooks = self._calls.hooks

@@ -15,7 +15,7 @@ from llamamg.batch import Batch
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.errors import BatchError
-from llamamg.kvcache import KVCache, Removal
+from llamamg.kvcache import ON_DEVICE, KVCache, Removal
 from llamamg.loading import assemble
 from llamamg.model import ModelInfo
 from llamamg.plugins import PluginSet
@@ -69,11 +69,13 @@ class FakeVocabulary(Vocabulary):
 class FakeKV(KVCache):
     """Sequence memory as sets of positions, with the rules of a plain, or of a hybrid, cache. Misuse is an AssertionError."""
 
-    def __init__(self, n_seq: int, *, hybrid: bool = False, n_rs_seq: int = 0) -> None:
+    def __init__(self, n_seq: int, *, hybrid: bool = False, n_rs_seq: int = 0, snapshots: bool = True) -> None:
         self.held: dict[int, list[int]] = {i: [] for i in range(n_seq)}
         self.n_swa, self.n_rs_seq, self.can_shift = 0, n_rs_seq, not hybrid
         self.removal = Removal.PART if not hybrid else Removal.BOUNDED if n_rs_seq else Removal.FULL
         self.copies: list[tuple[int, int]] = []
+        self.can_snapshot = snapshots  # on the device
+        self._snapshots = {}
 
     def put(self, seq_id: int, pos0: int, tokens: list[int]) -> None:
         """What a decode does; positions must follow each other."""
@@ -109,6 +111,8 @@ class FakeKV(KVCache):
             tokens.clear()
 
     def save(self, seq_id: int, flags: int = 1) -> NDArray[np.uint8] | None:
+        if flags & ON_DEVICE and not self.can_snapshot:
+            return None
         return np.array(self.held[seq_id], np.int32).view(np.uint8)
 
     def size(self, seq_id: int, flags: int = 0) -> int:
@@ -183,6 +187,7 @@ def fake_engine(
     n_ctx_slot: int = 512,
     hybrid: bool = False,
     n_rs_seq: int = 0,
+    snapshots: bool = True,
     next_token: NextToken = count_up,
     plugins: PluginSet | None = None,
     config: Config | None = None,
@@ -196,7 +201,7 @@ def fake_engine(
     if plugins is None:
         plugins = PluginSet.discover(config.plugins)
         config = plugins.configure(config, [])
-    kv = FakeKV(n_slots, hybrid=hybrid, n_rs_seq=n_rs_seq)
+    kv = FakeKV(n_slots, hybrid=hybrid, n_rs_seq=n_rs_seq, snapshots=snapshots)
     runner = FakeRunner(kv, next_token, n_batch, n_ubatch)
 
     def new_sampler(request: Request) -> Any:

@@ -70,6 +70,7 @@ class Totals:
     n_drafts: int = 0
     n_draft: int = 0
     n_accepted: int = 0
+    n_again: int = 0  # accepted tokens that were computed twice, because a snapshot came back
     accepted_per_pos: list[int] = field(default_factory=list)
     n_lookups: int = 0
     lookup_s: float = 0.0
@@ -279,13 +280,15 @@ class Spec:
         if any(row.is_prompt for row in rows):
             return
         n_users, n_draft = len(rows), sum(row.n_logits - 1 for row in rows)
-        if sum(len(row.tokens) for row in rows) == n_users + n_draft:
+        n_again = sum(len(row.tokens) for row in rows) - n_users - n_draft  # after a snapshot came back
+        self.totals.n_again += n_again
+        if n_again == 0:
             self.times.observe(n_users, n_draft, elapsed_s)
         plain_s = self.times.plain_s(n_users)
         if plain_s == 0.0:
             return
-        lost = elapsed_s / plain_s - 1.0 if n_draft else 0.0
-        if n_draft:
+        lost = elapsed_s / plain_s - 1.0 if n_draft or n_again else 0.0
+        if n_draft or n_again:
             self.totals.verify_s += max(0.0, elapsed_s - plain_s)
         for row in rows:
             if (account := self._accounts.get(row.sequence.request.id)) is not None:
@@ -314,6 +317,7 @@ class Spec:
             "drafts": t.n_drafts,
             "drafted": t.n_draft,
             "accepted": t.n_accepted,
+            "computed_again": t.n_again,
             "accepted_per_position": list(t.accepted_per_pos),
             "lookup_us": round(1e6 * t.lookup_s / t.n_lookups, 2) if t.n_lookups else 0.0,
             "lookup_s": round(t.lookup_s, 4),

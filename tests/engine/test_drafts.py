@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llamamg import hookimpl
+from llamamg.errors import BatchError
 from llamamg.guard import Guard
 from llamamg.plugins import plugin
 from llamamg.request import Finished, FinishReason
@@ -50,6 +51,12 @@ def wrong(sequence: Any, limit: int) -> list[int]:
 
 def half_right(sequence: Any, limit: int) -> list[int]:
     return right(sequence, limit)[: limit // 2] + [7] * (limit - limit // 2)
+
+
+def drafted(runner: Any) -> list[Any]:
+    """The batches from the first draft on."""
+    first = next(i for i, batch in enumerate(runner.batches) if batch[0][3] > 1)
+    return list(runner.batches[first:])
 
 
 def answer(engine: Any, events: list[Any], **fields: Any) -> Finished:
@@ -138,23 +145,80 @@ def test_spec_limit(with_plugins: Callable[..., Any], limit: int | None, longest
     assert max(n for batch in runner.batches[1:] for _, _, n, _ in batch) == longest
 
 
-def test_a_hybrid_never_drafts(with_plugins: Callable[..., Any]) -> None:
-    asked: list[int] = []
-    cls, _ = drafting(lambda sequence, limit: asked.append(1) or right(sequence, limit))
-    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True)
+def test_a_hybrid_without_snapshots_never_drafts(with_plugins: Callable[..., Any]) -> None:
+    cls, told = drafting(right)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, snapshots=False)
     answer(engine, events, n_predict=10)
-    assert asked == []
+    assert told == []
     assert all(n == 1 for batch in runner.batches[-9:] for _, _, n, _ in batch)
 
 
 def test_a_state_that_can_go_back_two_tokens_drafts_two(with_plugins: Callable[..., Any]) -> None:
     cls, told = drafting(wrong)
-    engine, _, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, n_rs_seq=2)
+    engine, _, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, n_rs_seq=2, snapshots=False)
     end = answer(engine, events, n_predict=10)
     assert {proposed for proposed, _ in told[:-2]} == {2}
     assert {accepted for _, accepted in told} == {0}
     plain_engine, _, plain_events = fake_engine(1)
     assert end.text == answer(plain_engine, plain_events, n_predict=10).text
+
+
+@pytest.mark.parametrize("propose", [right, wrong, half_right])
+@pytest.mark.parametrize("n_rs_seq", [0, 1, 3])
+def test_a_hybrid_goes_back_by_snapshots(with_plugins: Callable[..., Any], propose: Drafter, n_rs_seq: int) -> None:
+    cls, told = drafting(propose)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, n_rs_seq=n_rs_seq)
+    end = answer(engine, events, n_predict=31, return_tokens=True)
+    plain_engine, _, plain_events = fake_engine(1)
+    assert end.tokens == answer(plain_engine, plain_events, n_predict=31, return_tokens=True).tokens
+    assert max(proposed for proposed, _ in told) == 4
+    held = engine.slots[0].tokens.view().tolist()
+    assert held == runner.kv.held[0][: len(held)]
+
+
+def test_accepted_tokens_are_computed_again_at_the_head_of_the_next_row(with_plugins: Callable[..., Any]) -> None:
+    cls, _ = drafting(half_right)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True)
+    answer(engine, events, n_predict=10)
+    # 1 sampled + 4 drafted of which 2 are right; these 3 again with the one sampled then, and no draft; and so on.
+    assert drafted(runner)[:4] == [[(0, 6, 5, 5)], [(0, 6, 4, 1)], [(0, 10, 5, 5)], [(0, 10, 4, 1)]]
+
+
+def test_a_row_that_computes_again_drafts_what_can_go_back_without_a_snapshot(with_plugins: Callable[..., Any]) -> None:
+    cls, _ = drafting(half_right)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=8, hybrid=True, n_rs_seq=2)
+    answer(engine, events, n_predict=14)
+    assert drafted(runner)[:2] == [[(0, 6, 9, 9)], [(0, 6, 8, 3)]]
+
+
+def test_an_end_before_the_replay_leaves_what_the_memory_holds(with_plugins: Callable[..., Any]) -> None:
+    cls, _ = drafting(half_right)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=10, hybrid=True)
+    end = answer(engine, events, stop=("xy",))
+    assert (end.text, end.stopping_word) == ("uvw", "xy")
+    assert engine.slots[0].tokens.view().tolist() == runner.kv.held[0]
+    again = answer(engine, events, n_predict=20)
+    assert again.n_decoded == 20
+
+
+def test_a_failed_batch_with_a_draft_is_tried_again_from_the_snapshot(with_plugins: Callable[..., Any]) -> None:
+    cls, _ = drafting(half_right)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True)
+    failed: list[int] = []
+
+    def fail(batch: Any) -> BatchError | None:
+        row = batch.rows[0]
+        if row.n_logits > 1 and len(failed) < 2:
+            failed.append(len(row))
+            runner.kv.put(0, row.pos0, [7, 7])  # a part of it was computed
+            return BatchError(-3, "a compute error")
+        return None
+
+    runner.fail = fail
+    end = answer(engine, events, n_predict=20)
+    plain_engine, _, plain_events = fake_engine(1)
+    assert end.text == answer(plain_engine, plain_events, n_predict=20).text
+    assert failed
 
 
 def test_neighbours_with_and_without_drafts(with_plugins: Callable[..., Any]) -> None:
