@@ -84,6 +84,8 @@ int32_t mg_lookup_draft(void * index, void * where, int32_t last, const struct m
                         int32_t * out, struct mg_lookup_found * found);
 int32_t mg_lookup_judge(void * index, uint64_t key, int32_t n_drafted, int32_t n_accepted);
 int32_t mg_lookup_size(void * index, uint64_t * n_bytes);
+int64_t mg_trace_count(const char * name);
+int32_t mg_trace_write(const char * path);
 """)
 
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
@@ -252,6 +254,21 @@ class Abi:
         code = self.lib.mg_seq_move(ffi.cast("void *", source), seq_source, ffi.cast("void *", target), seq_target)
         if code != 0:
             raise MoveError(MOVE_RESULTS.get(int(code), str(code)), str(self.error()))
+    # -- trace
+
+    def trace_count(self, name: str) -> int:
+        """How often the native library came to a point it counts (names in native/src/mg_trace.h). Raises KeyError."""
+        count = int(self.lib.mg_trace_count(name.encode()))
+        if count < 0:
+            raise KeyError(f"the native library does not count '{name}'")
+        return count
+
+    def write_trace(self, path: Path) -> int:
+        """Write and forget the time stamps kept while the switch `trace` was 1; how many there were. Raises OSError."""
+        n_stamps = int(self.lib.mg_trace_write(str(path).encode()))
+        if n_stamps < 0:
+            raise OSError(f"the trace cannot be written to {path}: choose another place")
+        return n_stamps
 
     # -- log
 

@@ -20,6 +20,7 @@ MODULES = (
     "check",
     "kernels",
     "qsa_depth",
+    "pipeline",
     "report",
     "aa",
     "overhead",

@@ -71,3 +71,12 @@ def qsa_stats() -> QsaStats:
 
     loaded = library.current()
     return loaded.mg.qsa_stats() if loaded else QsaStats(0, 0, 0, 0)
+
+
+def native_count(name: str) -> int:
+    """How often the loaded library came to a point it counts, such as "rebuilt" (see native/src/mg_trace.h); 0 while none
+    is loaded, or one that does not count. Raises KeyError for a name that it does not know."""
+    from llamamg import library
+
+    loaded = library.current()
+    return loaded.mg.trace_count(name) if loaded and has_switch("trace") else 0

@@ -15,6 +15,7 @@ from llamamg import paths
 from llamamg.abi import Abi
 
 LogCallback = Callable[[int, str], None]
+LAUNCH_QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 
 
 class LibraryNotFound(RuntimeError):
@@ -74,6 +75,7 @@ def load(build: Path | None = None, *, log: LogCallback | None = None) -> Librar
                 f"{_loaded.dir} is loaded already; one process can use one build, start another for {folder}"
             )
         return _loaded
+    _lengthen_launch_queues()
     # libllamamg pulls in libllama and ggml by $ORIGIN; it comes first so that our log sink sees the backends load.
     mg = Abi(folder / "libllamamg.so")
     mg.set_log("warn")
@@ -91,6 +93,16 @@ def load(build: Path | None = None, *, log: LogCallback | None = None) -> Librar
     info = mg.build_info()
     _loaded = Library(folder, info, mg, llama, bool(info.get("patched")), keep)
     return _loaded
+
+
+def _lengthen_launch_queues() -> None:
+    """Ask CUDA for launch queues four times as long, unless the user chose; it reads the variable once, at its start.
+
+    A stage of a pipeline has more kernels than the usual queue of 1024 takes, so the host would be held up in one device's
+    queue while the next device runs dry. Empty means CUDA's own length.
+    """
+    if not os.environ.setdefault(LAUNCH_QUEUES, "4x"):
+        del os.environ[LAUNCH_QUEUES]
 
 
 def _import_llama_cpp(folder: Path) -> ModuleType:

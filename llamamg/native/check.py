@@ -116,7 +116,7 @@ def _touched(objects: dict[str, str], before: dict[str, str], source: Path, patc
     for path in patch.files:
         if str(source / path) in objects:
             targets.add(objects[str(source / path)])
-        elif path.endswith((".h", ".hpp", ".cuh")):
+        elif path.endswith((".h", ".hpp", ".cuh", ".cpp")):  # a source that is no object is included by a unity build
             headers.append(re.escape(Path(path).name))
     if headers:
         include = re.compile(rf'^\s*#\s*include\s+["<](?:[^">]*/)?(?:{"|".join(headers)})[">]', re.M)

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "mg_switch.h"
+#include "mg_trace.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -119,6 +120,9 @@ MG_API void mg_qsa_stats(struct mg_qsa * out);
 // 0: text says what was done, "" if nothing. -1: text says why not, with the MiB that are missing: then turn the
 // switches back and call this again.
 MG_API int32_t mg_context_adapt(void * ctx, uint64_t host_free, char * text, size_t n_text);
+// ---- trace ---------------------------------------------------------------------------------------------------------
+
+// mg_trace_write and mg_trace_count, see mg_trace.h. An unpatched build has no stamps and counts nothing.
 
 // ---- lookup --------------------------------------------------------------------------------------------------------
 // An index of one sequence's tokens, for drafts of what may follow. Not safe for two threads at once.

@@ -1,0 +1,155 @@
+"""One build on one set of devices, in a process of its own; started by pipeline.py. Prints one JSON object per line.
+
+The environment is the parent's matter: CUDA reads it once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamamg import library
+from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.model import load_model, new_context
+
+COUNTS = ("ubatch", "reused", "rebuilt", "realloc")
+
+
+class Prefill:
+    """A context, and one prompt cut into batches before anything is timed."""
+
+    def __init__(self, lib: library.Library, model: Any, config: Config, n_tokens: int) -> None:
+        self._lib, self._llama = lib, lib.llama
+        self._context = new_context(lib, model, config)
+        n_vocab = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(model))
+        self._n_vocab, self._n_tokens = n_vocab, n_tokens
+        tokens = np.random.default_rng(0).integers(0, n_vocab, n_tokens)
+        self._batches = [
+            self._batch(tokens, at, config.context.n_batch) for at in range(0, n_tokens, config.context.n_batch)
+        ]
+
+    def _batch(self, tokens: np.ndarray[Any, Any], at: int, n_batch: int) -> Any:
+        piece = tokens[at : at + n_batch].tolist()
+        batch = self._llama.llama_batch_init(len(piece), 0, 1)
+        for i, token in enumerate(piece):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, at + i, 1, 0
+            batch.logits[i] = at + i == self._n_tokens - 1
+        batch.n_tokens = len(piece)
+        return batch
+
+    def run(self) -> float:
+        """Compute the prompt from an empty cache; tokens per second."""
+        llama = self._llama
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        llama.llama_synchronize(self._context)
+        begin = time.perf_counter()
+        for batch in self._batches:
+            status = llama.llama_decode(self._context, batch)
+            if status != 0:
+                raise RuntimeError(f"llama_decode returned {status}: see the log above")
+        llama.llama_synchronize(self._context)
+        return self._n_tokens / (time.perf_counter() - begin)
+
+    def digest(self) -> str:
+        """Of the logits after the last token: equal for equal bits."""
+        row = self._llama.llama_get_logits_ith(self._context, -1)
+        return hashlib.sha256(ctypes.string_at(row, 4 * self._n_vocab)).hexdigest()[:16]
+
+    def close(self) -> None:
+        """Give everything back."""
+        for batch in self._batches:
+            self._llama.llama_batch_free(batch)
+        self._llama.llama_free(self._context)
+
+
+def devices(lib: library.Library, order: dict[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig for the devices asked for."""
+    rpc = tuple(order["rpc"])
+    if order["devices"] == "all":
+        return {"rpc": rpc, "tensor_split": tuple(order["tensor_split"])}
+    if rpc:
+        return {"rpc": rpc[:1]}
+    gpus = [device.name for device in lib.mg.devices() if device.type in ("gpu", "igpu")]
+    return {"devices": tuple(gpus[:1])} if gpus else {}
+
+
+def known(lib: library.Library) -> set[str]:
+    """The switches of this build."""
+    return {switch.name for switch in lib.mg.switches()}
+
+
+def counts(lib: library.Library) -> dict[str, int]:
+    """Drains and the like so far; an unpatched build counts nothing."""
+    return {name: lib.mg.trace_count(name) for name in COUNTS} if "trace" in known(lib) else {}
+
+
+def measure(
+    lib: library.Library, model: Any, config: Config, cell: dict[str, Any], order: dict[str, Any]
+) -> dict[str, Any]:
+    """One cell: some shape, some switches."""
+    compiled = known(lib)
+    for name in compiled:
+        lib.mg.set_switch(name, int(name in cell["switches"]))
+    context = replace(config.context, n_batch=cell["n_batch"], n_ubatch=cell["n_ubatch"])
+    prefill = Prefill(lib, model, replace(config, context=context), order["n_tokens"])
+    try:
+        prefill.run()  # pools grow and kernels are loaded in the first one
+        before = counts(lib)
+        rates = [prefill.run() for _ in range(order["repeats"])]
+        after = counts(lib)
+        result = {
+            "rates": rates,
+            "digest": prefill.digest(),
+            "missing": sorted(set(cell["switches"]) - compiled),
+            "counts": {name: (after[name] - before[name]) / len(rates) for name in before},
+        }
+        if cell.get("trace") and "trace" in compiled:
+            lib.mg.set_switch("trace", 1)
+            result["traced_rate"] = prefill.run()
+            lib.mg.set_switch("trace", 0)
+            lib.mg.write_trace(Path(cell["trace"]))
+        return result
+    finally:
+        prefill.close()
+
+
+def main() -> int:
+    """Serve one order: argv[1] is JSON."""
+    order = json.loads(sys.argv[1])
+    try:
+        lib = library.load()
+        fields = devices(lib, order)
+        n_ctx = -(-(order["n_tokens"] + 1) // 256) * 256
+        types = {"cache_type_k": order["cache_type"], "cache_type_v": order["cache_type"]}
+        context = ContextConfig(
+            n_ctx=n_ctx, n_parallel=1, kv_unified=False, flash_attn="on", n_threads=order["threads"], **types
+        )
+        config = Config(ModelConfig(Path(order["model"]), n_gpu_layers="all", **fields), context)
+        model = load_model(lib, config.model)
+        _say({"devices": [device.name for device in lib.mg.devices()], "build": str(lib.dir)})
+        for cell in order["cells"]:
+            _say(measure(lib, model, config, cell, order))
+        lib.llama.llama_model_free(model)
+    except Exception as error:  # the parent says it
+        _say({"error": str(error) or type(error).__name__})
+        return 1
+    return 0
+
+
+def _say(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
