@@ -7,7 +7,15 @@ from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.config import Config
 from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
 from llamamg.draft_index import Draft, DraftIndex, DraftRule
-from llamamg.facts import affordable_rollback, architecture, has_lookup, has_switch, keeps_state, native_count, qsa_stats
+from llamamg.facts import (
+    affordable_rollback,
+    architecture,
+    has_lookup,
+    has_switch,
+    keeps_state,
+    native_count,
+    qsa_stats,
+)
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
 from llamamg.plugins import Options, PluginError, Unavailable, plugin

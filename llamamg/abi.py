@@ -254,6 +254,7 @@ class Abi:
         code = self.lib.mg_seq_move(ffi.cast("void *", source), seq_source, ffi.cast("void *", target), seq_target)
         if code != 0:
             raise MoveError(MOVE_RESULTS.get(int(code), str(code)), str(self.error()))
+
     # -- trace
 
     def trace_count(self, name: str) -> int:
