@@ -22,7 +22,7 @@ RESULTS: dict[str, Any] = {"checks": [], "times": []}
 LIB: Any = None
 RNG = cp.random.default_rng(1)
 HOST = np.random.default_rng(1)
-ROWS = 64  # tokens that share the selection workspace
+ROWS = 128  # tokens that share the selection workspace
 P, N, Z, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_float
 
 
@@ -51,6 +51,12 @@ def note(name: str, ok: bool, **figures: Any) -> None:
 
 def rel(out: Any, ref: Any) -> float:
     return float(cp.linalg.norm(out.astype(cp.float64) - ref) / cp.linalg.norm(ref))
+
+
+def worst(out: Any, ref: Any) -> float:
+    """Largest error of a token [T, ...] over its largest value: what tests/native/test_qsa_ops.py bounds."""
+    error, size = abs(out.astype(cp.float64) - ref).reshape(len(ref), -1), abs(ref).reshape(len(ref), -1)
+    return float((error.max(axis=1) / size.max(axis=1)).max())
 
 
 def n_split_of(hkv: int, t: int) -> int:
@@ -89,7 +95,8 @@ class Attn:
             last = pick
             self.list_host[i] = np.sort(pick)
         self.list = cp.asarray(self.list_host)
-        self.q = RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]  # as beside a gate
+        # as beside a gate; twice the unit size, for weights that differ
+        self.q = 2 * RNG.standard_normal((self.t, self.h, 2, self.d), dtype=cp.float32)[:, :, 0]
         self.n_split = n_split_of(self.hkv, self.t)
         rows = self.t * self.h
         self.out = cp.full((self.t, self.h, self.d), cp.nan, dtype=cp.float32)
@@ -124,7 +131,7 @@ class Attn:
 def edge_cells(kv_size: int, n_stream: int, r: int, ntop: int, n: int) -> Any:
     """Positions that hit every tail, the first selection, and streams of different depth."""
     c = [0, 1, 2, 3, r - 1, r, ntop * r - 1, ntop * r, ntop * r + r - 2, ntop * r + r - 1, ntop * r + r, kv_size - 1]
-    c += list(HOST.integers(0, kv_size, 64))
+    c += list(HOST.integers(0, kv_size, 144))
     c = [x for x in c if x < kv_size]
     HOST.shuffle(c)
     return np.array([x + kv_size * HOST.integers(0, n_stream) for x in c[:n]], dtype=np.int64)
@@ -143,7 +150,7 @@ def check_attn(small: bool) -> None:
                 ntop = 16 if small else 512 if d == 256 else 64
                 kv_size = 512 if small else 8192
                 x = Attn(d, h, hkv, kt, vt, kv_size, 3, 4, ntop, force_cc)
-                worst, same = 0.0, True
+                norm, most, same = 0.0, 0.0, True
                 for n in ((3,) if small else (1, 9, 76)):
                     x.tokens(edge_cells(kv_size, 3, 4, ntop, n))
                     x.run()
@@ -152,34 +159,36 @@ def check_attn(small: bool) -> None:
                     x.part.fill(cp.nan)
                     x.run()
                     same &= bool((first.view(cp.uint32) == x.out.view(cp.uint32)).all())
-                    worst = max(worst, rel(x.out, x.reference())) if not bool(cp.isnan(x.out).any()) else float("nan")
-                    if worst != worst:
+                    if bool(cp.isnan(x.out).any()):
+                        most = float("nan")
                         break
+                    ref = x.reference()
+                    norm, most = max(norm, rel(x.out, ref)), max(most, worst(x.out, ref))
                 name = f"attn D={d} H={h}/{hkv} {fm.NAMES[kt]}/{fm.NAMES[vt]} {'sm75' if force_cc else 'mma'}"
-                note(name, worst < 1e-3 and same, rel=worst, same_bits=same)
+                note(name, most < 1e-3 and same, worst=most, rel=norm, same_bits=same)
     for r, ntop in ((2, 1024), (8, 256), (16, 128), (4, 1024)):
         if small:
             ntop = 16
         x = Attn(256, 24, 2, fm.Q8_0, fm.Q8_0, 512 if small else 8192, 2, r, ntop)
         x.tokens(edge_cells(x.kv_size, 2, r, ntop, 20))
         x.run()
-        err = rel(x.out, x.reference())
-        note(f"attn r={r} ntop={ntop}", err < 1e-3, rel=err)
+        err = worst(x.out, x.reference())
+        note(f"attn r={r} ntop={ntop}", err < 1e-3, worst=err)
     # a token alone and inside a batch: cut differently, nearly the same numbers
     x = Attn(256, 24, 2, fm.Q8_0, fm.Q8_0, 512 if small else 8192, 2, 4, 16 if small else 512)
     x.tokens(edge_cells(x.kv_size, 2, 4, x.ntop, 70))
     x.run()
     alone = Attn.__new__(Attn)
     alone.__dict__.update(x.__dict__)
-    worst = 0.0
+    most = 0.0
     for i in range(0, x.t, 7):
         alone.t, alone.n_split = 1, n_split_of(2, 1)
         alone.q, alone.idx, alone.list = x.q[i:i + 1], x.idx[i:i + 1], x.list[i:i + 1]
         alone.out = cp.full((1, x.h, x.d), cp.nan, dtype=cp.float32)
         alone.part = cp.full((33 * x.h * (x.d + 2),), cp.nan, dtype=cp.float32)
         alone.run()
-        worst = max(worst, rel(alone.out[0], x.out[i].astype(cp.float64)))
-    note("attn T=1 against T=70", worst < 1e-3, rel=worst)
+        most = max(most, worst(alone.out, x.out[i:i + 1].astype(cp.float64)))
+    note("attn T=1 against T=70", most < 1e-3, worst=most)
 
 
 # ---- POOL ----
@@ -212,18 +221,18 @@ def check_pool(small: bool) -> None:
                 must(LIB.qsa_pool(raw.data.ptr, raw.shape[1], kind, pooled.data.ptr, gamma.data.ptr, dev.data.ptr,
                                   len(ranges), d, r.bit_length() - 1, kv_size, 64, 1e-6, 1e7, stream()))
                 written = cp.zeros(nb * n_stream, dtype=bool)
-                worst = 0.0
+                most = 0.0
                 for s, lo, hi in ranges:
                     written[s * nb + lo:s * nb + hi] = True
                     if lo >= hi:
                         continue
                     x = fm.values(cp, kind, raw[s * kv_size + lo * r:s * kv_size + hi * r])
                     ref = pool_reference(x, r, gamma, cp.arange(lo, hi) * r, 64, 1e7)
-                    worst = max(worst, rel(pooled[s * nb + lo:s * nb + hi], ref))
+                    most = max(most, rel(pooled[s * nb + lo:s * nb + hi], ref))
                 clean = bool((cp.isnan(pooled).any(axis=1) == ~written).all())
                 # at 262144 an F32 angle itself is only good to 0.016 rad
                 limit = 3e-5 if kv_size < 5000 else 5e-3
-                note(f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}", clean and worst < limit, rel=worst,
+                note(f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}", clean and most < limit, rel=most,
                      only_its_rows=clean)
 
 
@@ -284,7 +293,7 @@ def check_select(small: bool) -> None:
     ntop = 16 if small else 512
     for d, h in ((128, 4), (64, 2), (64, 3), (128, 1), (64, 4)):
         x = Select(d, h, big, 3, ntop)
-        for n in ((1, 20) if small else (1, 5, 16, 17, 64, 70)):
+        for n in ((1, 20) if small else (1, 5, 16, 17, 70, 150)):
             x.tokens(edge_cells(big, 3, 4, ntop, n))
             x.run()
             bad, near, far = x.compare()
@@ -359,16 +368,52 @@ def check_select(small: bool) -> None:
     x.run()
     bad, near, far = x.compare()
     note("select 65536 blocks T=8", bad == 0 and far == 0, bad=bad, near_edge=near, wrong=far)
-    x.tokens(np.arange(262144 - 80, 262144))
+    x.tokens(np.arange(262144 - 140, 262144))
     x.run()
     bad, near, far = x.compare()
-    note("select 65536 blocks T=80", bad == 0 and far == 0, bad=bad, near_edge=near, wrong=far)
+    note("select 65536 blocks T=140", bad == 0 and far == 0, bad=bad, near_edge=near, wrong=far)
     for r, kv in ((2, 8192), (8, 65536), (16, 65536)):
         x = Select(64, 2, kv, 2, 128, r)
         x.tokens(edge_cells(kv, 2, r, 128, 40))
         x.run()
         bad, near, far = x.compare()
         note(f"select r={r}", bad == 0 and far == 0, bad=bad, near_edge=near, wrong=far)
+
+
+# ---- graphs ----
+
+def check_graph(small: bool) -> None:
+    """Layers of SELECT and ATTN captured one behind the other, as in a model: replays give the bits of plain launches."""
+    kv_size, ntop = (512, 16) if small else (65536, 512)
+    for t in (1, 5, 20):
+        layers = []
+        for _ in range(3):
+            pair = Select(128, 4, kv_size, 2, ntop), Attn(256, 24, 2, fm.Q8_0, fm.Q8_0, kv_size, 2, 4, ntop)
+            for x in pair:
+                x.tokens(kv_size - 1 - np.arange(t) * 3)
+            pair[1].list = pair[0].list  # what SELECT of this layer writes
+            layers += pair
+        for x in layers:
+            x.run()
+        cp.cuda.Device().synchronize()
+        wanted = [(x.list if isinstance(x, Select) else x.out).copy() for x in layers]
+        s = cp.cuda.Stream(non_blocking=True)
+        with s:
+            s.begin_capture()
+            for x in layers:
+                x.run()
+            graph = s.end_capture()
+        same = True
+        for _ in range(5):
+            for x in layers:
+                (x.list if isinstance(x, Select) else x.out).fill(0)
+            cp.cuda.Device().synchronize()
+            graph.launch(s)
+            s.synchronize()
+            for x, y in zip(layers, wanted, strict=True):
+                got = x.list if isinstance(x, Select) else x.out
+                same &= bool((got.view(cp.uint32) == y.view(cp.uint32)).all())
+        note(f"graph of 3 layers T={t}", same)
 
 
 def main() -> int:
@@ -383,7 +428,7 @@ def main() -> int:
     if args.small:
         cp.cuda.set_allocator(None)  # one allocation per array, so that memcheck sees its ends
     if not args.no_check:
-        for check in (check_attn, check_pool, check_select):
+        for check in (check_graph, check_attn, check_pool, check_select):
             try:
                 check(args.small)
             except Exception as e:  # the other kernels are still worth a check

@@ -112,7 +112,7 @@ def run(check: Any, results: dict[str, Any]) -> None:
                 us = graph_us([partial(x.run, what) for x in use])
                 report(f"{part} T={t} depth {depth}" + (f" R={rows}" if t > 64 else ""), us,
                        (n_bytes if what != 2 else t * nb * 4) * share, flops * share if what != 2 else 0.0, 67e12)
-    check.ROWS = 64
+    check.ROWS = 128
     for kind, lo in ((fm.F16, n // 4 - 1), (fm.F16, n // 4 - 128), (fm.F16, 0), (fm.Q8_0, 0)):
         raw = fm.random_rows(cp, kind, n, 128, check.RNG)
         gamma = cp.ones(128, dtype=cp.float32)

@@ -47,7 +47,7 @@ bool is_cache(const ggml_tensor * t) {
 }
 
 bool is_dense(const ggml_tensor * t, ggml_type type) {
-    return t && t->type == type && ggml_is_contiguous(t);
+    return t && t->type == type && t->view_offs % 16 == 0 && ggml_is_contiguous(t);
 }
 
 qsa::pool_args pool_args_of(const ggml_tensor * dst) {
@@ -149,7 +149,7 @@ bool attn_is_supported(int device, const ggml_tensor * op) {
     const ggml_tensor * list = op->src[4];
     if (!is_query(op->src[0]) || !is_cache(op->src[1]) || !is_cache(op->src[2]) ||
         !is_dense(op->src[3], GGML_TYPE_I64) || !list || list->type != GGML_TYPE_I32 ||
-        list->nb[1] != list->ne[0] * sizeof(int32_t)) {
+        list->nb[1] != list->ne[0] * sizeof(int32_t) || list->view_offs % 16 != 0) {
         return false;
     }
     const qsa::attn_args a = attn_args_of(op);

@@ -110,7 +110,7 @@ enum qsa_sub {
 };
 
 #define QSA_BINS 2048
-#define QSA_MAX_ROWS 64
+#define QSA_MAX_ROWS 128
 #define QSA_MAX_SPLIT 33
 #define QSA_MAX_NTOP 1024
 #define QSA_MAX_R 16

@@ -44,6 +44,25 @@ template <int n> static __device__ __forceinline__ void wait_async() {
 #endif
 }
 
+// For kernels of launch_early(): waits until the kernel before is done and what it wrote is there.
+static __device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the kernel behind this one be launched once every CTA of this one got here.
+static __device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A barrier among n threads (whole warps); barrier 0 is __syncthreads.
+template <int barrier, int n> static __device__ __forceinline__ void sync_warps() {
+    asm volatile("bar.sync %0, %1;" ::"n"(barrier), "n"(n) : "memory");
+}
+
 // d += a * b, F16 operands, F32 accumulator; a 16 x 16 by rows, b 16 x 8 by columns.
 static __device__ __forceinline__ void mma_16816(float (&d)[4], const uint4 & a, uint32_t b0, uint32_t b1) {
 #if QSA_SM80

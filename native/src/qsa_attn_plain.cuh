@@ -1,15 +1,15 @@
-// Attention over listed blocks without tensor cores (sm_70, sm_75): same shares, same tiles, F32 arithmetic on values
-// rounded to F16. Correct and as sparse as the other one, not tuned.
+// Attention over listed blocks without tensor cores (sm_70, sm_75): same shares, F32 arithmetic throughout. Correct
+// and as sparse as the other one, not tuned.
 #pragma once
 
-#include "qsa_attn.cuh"
+#include "qsa_attn_args.cuh"
 
 namespace qsa {
 
 constexpr int PLAIN_HALF = ATTN_TILE / 2;  // cells staged at a time: 64 KiB of shared memory is all sm_75 has
 
 template <int D> __host__ __device__ constexpr int plain_stride() {
-    return D * 2 + 8;  // 8 bytes behind a row keep a column of rows off one bank
+    return D * 4 + 16;  // 16 bytes behind a row keep a column of rows off one bank
 }
 
 template <int D> __host__ __device__ constexpr int attn_plain_smem_bytes() {
@@ -24,10 +24,10 @@ static __device__ __forceinline__ void plain_fetch(const attn_args & a, const at
         const size_t row = value ? a.v_row : a.k_row;
         const char * src = (value ? a.v : a.k) + (size_t) s.base * row + s.kv_head * head_bytes(t.value, D);
         for (int i = threadIdx.x; i < PLAIN_HALF * (D / 4); i += blockDim.x) {
-            const int   cell = i / (D / 4);
-            const int   e    = i % (D / 4) * 4;
-            const half4 h = reader<t.value>::h(src + cell_of(a, s, blocks, tile, cell0 + cell) * row, e / 32, e % 32);
-            *reinterpret_cast<uint2 *>(smem + cell * plain_stride<D>() + e * 2) = make_uint2(h.lo, h.hi);
+            const int cell = i / (D / 4);
+            const int e    = i % (D / 4) * 4;
+            *reinterpret_cast<float4 *>(smem + cell * plain_stride<D>() + e * 4) =
+                reader<t.value>::f(src + cell_of(a, s, blocks, tile, cell0 + cell) * row, e / 32, e % 32);
         }
     });
 }
@@ -62,13 +62,11 @@ template <int D> static __global__ void __launch_bounds__(128) attn_plain_kernel
         __syncthreads();
         float x[4] = {};
         for (int e = 0; e < D; e += 4) {
-            const uint2  w  = *reinterpret_cast<const uint2 *>(tile_s + lane * plain_stride<D>() + e * 2);
-            const float2 k0 = unpack_half2(w.x);
-            const float2 k1 = unpack_half2(w.y);
+            const float4 k = *reinterpret_cast<const float4 *>(tile_s + lane * plain_stride<D>() + e * 4);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float4 y = *reinterpret_cast<const float4 *>(q + (warp + 4 * i) * D + e);
-                x[i]           = fmaf(k1.y, y.w, fmaf(k1.x, y.z, fmaf(k0.y, y.y, fmaf(k0.x, y.x, x[i]))));
+                x[i]           = fmaf(k.w, y.w, fmaf(k.z, y.z, fmaf(k.y, y.y, fmaf(k.x, y.x, x[i]))));
             }
         }
 #pragma unroll
@@ -106,7 +104,7 @@ template <int D> static __global__ void __launch_bounds__(128) attn_plain_kernel
                 o[n][row] *= shrink[row];
             }
             for (int cell = 0; cell < PLAIN_HALF; ++cell) {
-                const float v = __half2float(half_at(tile_s + cell * plain_stride<D>(), col * 2));
+                const float v = *reinterpret_cast<const float *>(tile_s + cell * plain_stride<D>() + col * 4);
 #pragma unroll
                 for (int row = 0; row < ATTN_ROWS; ++row) {
                     o[n][row] = fmaf(p[row * PLAIN_HALF + cell], v, o[n][row]);

@@ -23,6 +23,29 @@ template <typename K> static cudaError_t allow_smem(K kernel, int bytes) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+// For a kernel that calls wait_for_kernel_before(): from sm_90 on its launch overlaps with the kernel before it.
+template <typename... P, typename... A>
+static cudaError_t launch_early(void (*kernel)(P...), int grid, int threads, int smem, const device_limits & dev,
+                                cudaStream_t stream, const A &... args) {
+#if CUDART_VERSION >= 11080
+    cudaLaunchAttribute early                      = {};
+    early.id                                       = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config                      = {};
+    config.gridDim                                 = dim3(grid);
+    config.blockDim                                = dim3(threads);
+    config.dynamicSmemBytes                        = smem;
+    config.stream                                  = stream;
+    config.attrs                                   = &early;
+    config.numAttrs                                = dev.cc >= 900 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+#else
+    (void) dev;
+    kernel<<<grid, threads, smem, stream>>>(args...);
+    return cudaGetLastError();
+#endif
+}
+
 // ---- ATTN ----------------------------------------------------------------------------------------------------------
 
 // Cache types read as they are; every other pair goes through F16 tiles.
@@ -74,8 +97,7 @@ template <int D> static cudaError_t launch_attn_d(const attn_args & a, const dev
         }
     }
     if (e == cudaSuccess && a.n_split > 1) {
-        attn_combine_kernel<<<a.n_tokens * a.n_head, D, 0, stream>>>(a);
-        e = cudaGetLastError();
+        e = launch_early(attn_combine_kernel, a.n_tokens * a.n_head, D, 0, dev, stream, a);
     }
     return e;
 }
@@ -190,8 +212,7 @@ static inline cudaError_t launch_pick(const select_args & a, const device_limits
     if (e != cudaSuccess) {
         return e;
     }
-    kernel<<<a.n_rows, PICK_THREADS, smem, stream>>>(a, n_candidates);
-    return cudaGetLastError();
+    return launch_early(kernel, a.n_rows, PICK_THREADS, smem, dev, stream, a, n_candidates);
 }
 
 // `rows`: tokens that share the workspace at a time.

@@ -36,6 +36,7 @@ static __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const select_
     const int   lane = tid % 32;
     const int64_t idx = a.k_idxs[t];
     clear_cta(bins, PICK_BINS + 2 * n_words);  // while the position travels
+    wait_for_kernel_before();
     const place p    = place_of(idx, a.kv_size, a.log2r);
     int32_t *   list = a.list + (size_t) t * a.ntop;
     const int   n    = p.n_vis;

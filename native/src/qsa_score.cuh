@@ -8,37 +8,45 @@ namespace qsa {
 
 // ---- few tokens: bound by reading the pooled keys once per token ---------------------------------------------------
 
-constexpr int FEW_BLOCKS = 64;  // blocks per CTA, one per thread
-constexpr int FEW_SLICE  = 32;  // values per copy group
+constexpr int FEW_BLOCKS = 32;  // blocks per CTA, one per thread
+constexpr int FEW_SLICE  = 32;  // values per stage
+constexpr int FEW_STAGES = 2;
+constexpr int FEW_STRIDE = FEW_SLICE + 4;
 
 template <int D> __host__ __device__ constexpr int score_few_smem_bytes(int h) {
-    return FEW_BLOCKS * (D + 4) * 4 + h * D * 4;
+    return FEW_STAGES * FEW_BLOCKS * FEW_STRIDE * 4 + h * D * 4;
 }
 
+// Few stages, so that all CTAs of 65536 blocks are on the device at once.
 template <int D, int H> static __global__ void __launch_bounds__(FEW_BLOCKS) score_few_kernel(const select_args a) {
-    constexpr int stride = D + 4;
     constexpr int slices = D / FEW_SLICE;
     const int     row    = blockIdx.x % a.n_rows;
     const int     block0 = blockIdx.x / a.n_rows * FEW_BLOCKS;
     const place   p      = place_of(a.k_idxs[a.row0 + row], a.kv_size, a.log2r);
+    let_next_kernel_start();
     if (p.n_vis <= a.ntop || block0 >= p.n_vis) {
         return;
     }
     extern __shared__ __align__(16) float smem_f[];
-    float *       tile = smem_f;                        // [block][D], padded
-    float *       q    = smem_f + FEW_BLOCKS * stride;  // [head][D]
-    const float * src  = a.pooled + (first_block(p, a.log2r) + block0) * D;
-    const int     n    = min(FEW_BLOCKS, p.n_vis - block0);
-#pragma unroll
-    for (int k = 0; k < slices; ++k) {
+    float *       q   = smem_f + FEW_STAGES * FEW_BLOCKS * FEW_STRIDE;  // [head][D]; before it [stage][block], padded
+    const float * src   = a.pooled + (first_block(p, a.log2r) + block0) * D;
+    const int     n     = min(FEW_BLOCKS, p.n_vis - block0);
+    const auto    fetch = [&](int k) {
+        float * tile = smem_f + k % FEW_STAGES * FEW_BLOCKS * FEW_STRIDE;
 #pragma unroll
         for (int j = 0; j < FEW_SLICE / 4; ++j) {
-            const int i    = j * FEW_BLOCKS + threadIdx.x;
-            const int b    = i / (FEW_SLICE / 4);
-            const int part = k * FEW_SLICE + i % (FEW_SLICE / 4) * 4;
+            const int i = j * FEW_BLOCKS + threadIdx.x;
+            const int b = i / (FEW_SLICE / 4);
+            const int e = i % (FEW_SLICE / 4) * 4;
             if (b < n) {
-                copy_async<16>(tile + b * stride + part, src + b * D + part);
+                copy_async<16>(tile + b * FEW_STRIDE + e, src + b * D + k * FEW_SLICE + e);
             }
+        }
+    };
+#pragma unroll
+    for (int k = 0; k < FEW_STAGES; ++k) {
+        if (k < slices) {
+            fetch(k);
         }
         commit_async();
     }
@@ -50,28 +58,26 @@ template <int D, int H> static __global__ void __launch_bounds__(FEW_BLOCKS) sco
     float dot[H] = {};
 #pragma unroll
     for (int k = 0; k < slices; ++k) {
-        if (k == 0) {
-            wait_async<slices - 1>();
-        } else if (k == 1) {
-            wait_async<(slices > 2 ? slices - 2 : 0)>();
-        } else if (k == 2) {
-            wait_async<(slices > 3 ? slices - 3 : 0)>();
-        } else {
-            wait_async<0>();
-        }
+        wait_async<FEW_STAGES - 1>();
         __syncthreads();
+        const float * x_s = smem_f + (k % FEW_STAGES * FEW_BLOCKS + threadIdx.x) * FEW_STRIDE;
 #pragma unroll
-        for (int e = k * FEW_SLICE; e < (k + 1) * FEW_SLICE; e += 4) {
-            const float4 x = *reinterpret_cast<const float4 *>(tile + threadIdx.x * stride + e);
+        for (int e = 0; e < FEW_SLICE; e += 4) {
+            const float4 x = *reinterpret_cast<const float4 *>(x_s + e);
 #pragma unroll
             for (int i = 0; i < H; ++i) {
-                const float4 y = *reinterpret_cast<const float4 *>(q + i * D + e);
+                const float4 y = *reinterpret_cast<const float4 *>(q + i * D + k * FEW_SLICE + e);
                 dot[i]         = fmaf(x.x, y.x, dot[i]);
                 dot[i]         = fmaf(x.y, y.y, dot[i]);
                 dot[i]         = fmaf(x.z, y.z, dot[i]);
                 dot[i]         = fmaf(x.w, y.w, dot[i]);
             }
         }
+        if (k + FEW_STAGES < slices) {
+            __syncthreads();
+            fetch(k + FEW_STAGES);
+        }
+        commit_async();
     }
     float score = 0.0f;
 #pragma unroll
@@ -139,6 +145,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 3) score_tile_kernel(cons
         }
     }
     __syncthreads();
+    let_next_kernel_start();
 
     // Tokens of one stream share the keys: one pass per stream among the tokens, nearly always one.
     uint32_t todo = __ballot_sync(0xFFFFFFFF, vis_s[lane] > block0);

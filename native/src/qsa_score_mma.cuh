@@ -60,6 +60,7 @@ template <int D> static __global__ void __launch_bounds__(MMA_WARPS * 32, 2) sco
     if (tid == 0) {
         any_s = 0;
     }
+    let_next_kernel_start();
     __syncthreads();
     if (tid < MMA_TOKENS && vis_s[tid] > first) {
         any_s = 1;

@@ -42,6 +42,11 @@ __host__ __device__ constexpr int head_bytes(int type, int n) {
     return block_bytes(type) * (n / 32);
 }
 
+// Types whose blocks of 32 are small integers times a scale (plus an offset).
+__host__ __device__ constexpr bool block_is_scaled(int type) {
+    return type != T_F32 && type != T_F16 && type != T_BF16;
+}
+
 // Four halves.
 struct half4 {
     uint32_t lo, hi;
@@ -64,6 +69,20 @@ static __device__ __forceinline__ uint32_t pack_half2(float a, float b) {
 
 static __device__ __forceinline__ float2 unpack_half2(uint32_t x) {
     return __half22float2(as_half2(x));
+}
+
+// Four values as sums of two halves each: good to 2^-22 of themselves, or to 2^-25 where that is more.
+struct split4 {
+    half4 hi, lo;
+};
+
+static __device__ __forceinline__ split4 split_half4(float4 x) {
+    split4 r;
+    r.hi           = { pack_half2(x.x, x.y), pack_half2(x.z, x.w) };
+    const float2 a = unpack_half2(r.hi.lo);
+    const float2 b = unpack_half2(r.hi.hi);
+    r.lo           = { pack_half2(x.x - a.x, x.y - a.y), pack_half2(x.z - b.x, x.w - b.y) };
+    return r;
 }
 
 // The four bytes at an even offset of a 4-byte aligned row.
@@ -149,6 +168,25 @@ template <int type> struct reader {
             static_assert(type == T_Q5_1, "cache type without a reader");
             m = half_at(row, b + 2);
             return bytes_to_half4<0>(nibbles(row, b + 8, e) | fifth_bits(row, b + 4, e));
+        }
+    }
+
+    // Values for an exact product: integers of the quantised types, else like h(). scale() gives factor and offset.
+    static __device__ __forceinline__ half4 unscaled(const char * row, int blk, int e) {
+        if constexpr (block_is_scaled(type)) {
+            __half d, m;
+            return codes(row, blk, e, d, m);
+        } else {
+            return h(row, blk, e);
+        }
+    }
+
+    static __device__ __forceinline__ float2 scale(const char * row, int blk) {
+        const int b = blk * block_bytes(type);
+        if constexpr (type == T_Q4_1 || type == T_Q5_1) {
+            return unpack_half2(*reinterpret_cast<const uint32_t *>(row + b));
+        } else {
+            return make_float2(__half2float(half_at(row, b)), 0.0f);
         }
     }
 

@@ -47,6 +47,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_free": (None, [POINTER]),
     "ggml_new_tensor_3d": (POINTER, [POINTER, INT, LONG, LONG, LONG]),
     "ggml_new_graph": (POINTER, [POINTER]),
+    "ggml_view_2d": (POINTER, [POINTER, POINTER, LONG, LONG, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_view_3d": (POINTER, [POINTER, POINTER, LONG, LONG, LONG, *[ctypes.c_size_t] * 3]),
     "ggml_build_forward_expand": (None, [POINTER, POINTER]),
     "ggml_quantize_chunk": (ctypes.c_size_t, [INT, POINTER, POINTER, LONG, LONG, LONG, POINTER]),
     "ggml_row_size": (ctypes.c_size_t, [INT, LONG]),
@@ -156,34 +158,60 @@ class Ops:
         self._run(build, inputs, result)
         return result
 
-    def select(self, q: Floats, pooled: Floats, idx: NDArray[np.int64], r: int, kv_size: int, n_top: int) -> Ints:
-        """Lists [T, n_top] for queries [T, h, d] of tokens in cells `idx`."""
+    def _padded(self, q: Floats, padding: tuple[int, int]) -> tuple[Any, Any]:
+        """Input and view of queries [T, H, D] that stand in rows with `padding` floats before and behind them."""
         n_tokens, h, d = q.shape
-        result = np.empty((n_tokens, n_top), np.int32)
+        wide = np.full((n_tokens, h, d + sum(padding)), np.nan, np.float32)
+        wide[:, :, padding[0] : padding[0] + d] = q
+        row = 4 * wide.shape[2]
 
-        def build(context: Any, *t: Any) -> Any:
-            node = self.base.ggml_qsa_select(context, *t, r, kv_size, n_top)
+        def view(context: Any, tensor: Any) -> Any:
+            return self.base.ggml_view_3d(context, tensor, d, h, n_tokens, row, row * h, 4 * padding[0])
+
+        return (0, wide.shape[::-1], wide), view
+
+    def select(
+        self, q: Floats, pooled: Floats, idx: NDArray[np.int64], r: int, kv_size: int, n_top: int,
+        padding: tuple[int, int] = (0, 0),
+    ) -> Ints:  # fmt: skip
+        """Lists [T, n_top] for queries [T, h, d] of tokens in cells `idx`."""
+        n_tokens, _, d = q.shape
+        result = np.empty((n_tokens, n_top), np.int32)
+        wide, view = self._padded(q, padding)
+
+        def build(context: Any, q: Any, *t: Any) -> Any:
+            node = self.base.ggml_qsa_select(context, view(context, q), *t, r, kv_size, n_top)
             return node, self.base.ggml_qsa_select_list(context, node)
 
-        self._run(build, [(0, (d, h, n_tokens), q), (0, (d, len(pooled)), pooled), (I64, (n_tokens,), idx)], result)
+        self._run(build, [wide, (0, (d, len(pooled)), pooled), (I64, (n_tokens,), idx)], result)
         return result
 
     def attn(
-        self, q: Floats, k: Storage, v: Storage, idx: NDArray[np.int64], lists: Ints, r: int, kv_size: int, scale: float
-    ) -> Floats:
-        """Output [T, H, D] for queries [T, H, D] and lists [T, n_top]."""
-        n_tokens, n_head, head_size = q.shape
+        self, q: Floats, k: Storage, v: Storage, idx: NDArray[np.int64], lists: Ints, r: int, kv_size: int, scale: float,
+        padding: tuple[int, int] = (0, 0), skip: int = 0,
+    ) -> Floats:  # fmt: skip
+        """Output [T, H, D] for queries [T, H, D] and lists [T, n_top]; the caches are views behind `skip` rows."""
+        head_size = q.shape[2]
+        n_tokens = len(idx)
         n_embd = k.values.shape[1]
         result = np.empty_like(q)
+        wide, view = self._padded(q, padding)
 
-        def build(context: Any, *t: Any) -> Any:
-            node = self.base.ggml_qsa_attn(context, *t, r, kv_size, n_embd // head_size, scale)
+        def rows(context: Any, tensor: Any, x: Storage) -> Any:
+            row = x.data.shape[1]
+            return self.base.ggml_view_2d(context, tensor, n_embd, len(x.data), row, skip * row) if skip else tensor
+
+        def build(context: Any, q: Any, k_all: Any, v_all: Any, *t: Any) -> Any:
+            caches = rows(context, k_all, k), rows(context, v_all, v)
+            node = self.base.ggml_qsa_attn(
+                context, view(context, q), *caches, *t, r, kv_size, n_embd // head_size, scale
+            )
             return node, self.base.ggml_qsa_attn_out(context, node)
 
         inputs = [
-            (0, (head_size, n_head, n_tokens), q),
-            (type_id(k.type), (n_embd, len(k.data)), k.data),
-            (type_id(v.type), (n_embd, len(v.data)), v.data),
+            wide,
+            (type_id(k.type), (n_embd, skip + len(k.data)), np.pad(k.data, ((skip, 0), (0, 0)), constant_values=255)),
+            (type_id(v.type), (n_embd, skip + len(v.data)), np.pad(v.data, ((skip, 0), (0, 0)), constant_values=255)),
             (I64, (n_tokens,), idx),
             (I32, (lists.shape[1], n_tokens), lists),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -301,6 +302,42 @@ def test_attention_does_not_depend_on_threads(ops: Ops, threaded: Ops, rng: np.r
     assert (threaded.attn(q, k, v, idx, lists, R, kv_size, 0.125) == one).all()
     for run in (ops, threaded):
         assert (run.attn(q[:1], k, v, idx[:1], lists[:1], R, kv_size, 0.125) == one[:1]).all()
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def refused(ops: Ops, aligned: bool) -> AbstractContextManager[object]:
+    """A device must leave to the CPU what its 16-byte loads cannot read; the CPU reads everything."""
+    return nullcontext() if ops.name == "CPU" or aligned else pytest.raises(pytest.skip.Exception)
+
+
+@pytest.mark.parametrize("padding", [(64, 0), (0, 64), (4, 4), (1, 3), (2, 0)])
+def test_queries_inside_wider_rows(ops: Ops, rng: np.random.Generator, padding: tuple[int, int]) -> None:
+    """As beside a gate: same bits as alone, and nothing around them is read."""
+    kv_size, positions = 1024, [(0, 900), (0, 3), (0, 1000)]
+    idx, aligned = cells_of(positions, kv_size), all(n % 4 == 0 for n in padding)
+    q, pooled = normal(rng, 3, 4, 64), normal(rng, kv_size // R, 64)
+    with refused(ops, aligned):
+        lists = ops.select(q, pooled, idx, R, kv_size, 16, padding)
+        assert (lists == ops.select(q, pooled, idx, R, kv_size, 16)).all()
+    k, v = (ops.store(normal(rng, kv_size, 128), "F16") for _ in range(2))
+    lists, _ = random_lists(rng, positions, kv_size, 16)
+    with refused(ops, aligned):
+        got = ops.attn(q, k, v, idx, lists, R, kv_size, 0.125, padding)
+        assert (got == ops.attn(q, k, v, idx, lists, R, kv_size, 0.125)).all()
+
+
+@pytest.mark.parametrize(("kind", "skip", "aligned"), [("F16", 3, True), ("Q8_0", 2, True), ("Q8_0", 1, False)])
+def test_caches_that_are_views(ops: Ops, rng: np.random.Generator, kind: str, skip: int, aligned: bool) -> None:
+    """Two heads of 64: rows of 256 bytes (F16) and 136 (Q8_0), so that one row ahead is not aligned to 16."""
+    kv_size, positions = 512, [(0, 400), (0, 1), (0, 511)]
+    idx = cells_of(positions, kv_size)
+    k, v = (ops.store(normal(rng, kv_size, 128), kind) for _ in range(2))
+    q, (lists, _) = normal(rng, 3, 4, 64), random_lists(rng, positions, kv_size, 16)
+    with refused(ops, aligned):
+        got = ops.attn(q, k, v, idx, lists, R, kv_size, 0.125, skip=skip)
+        assert (got == ops.attn(q, k, v, idx, lists, R, kv_size, 0.125)).all()
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
