@@ -4,7 +4,7 @@
 # STEPS (default grid) of: kernels depth mixed grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
 # Other variables: PRESET, EXPERTS, JOBS, WORK (scratch, room for the model; what is there already is used again), FLAGS (of the
 # servers); of the grid SIDES, SLOTS, DEPTHS (`fit`: the deepest that the time left allows), REPEATS, MINUTES, N_PREDICT;
-# DEPTH_FLAGS, MIXED_FLAGS. With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
+# DEPTH_FLAGS, MIXED_SIDES, MIXED_FLAGS. With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
 set -eu
 began=$(date +%s)
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -52,14 +52,15 @@ exec 3>&1
   # shellcheck disable=SC2086
   [ -f "$work/model-is-whole" ] || "$python" -m llamamg synth "$work/$preset.gguf" --force --preset "$preset" \
     ${EXPERTS:+--experts "$EXPERTS"} --jobs "${JOBS:-$(nproc)}" ${vocab:-${VOCAB:+--vocab "$VOCAB"}} 2>&1 | tail -n 1
-  [ ! -f "$work/$preset.gguf" ] || : >"$work/model-is-whole"
+  [ -f "$work/$preset.gguf" ] || { say "no model"; exit 1; }
+  : >"$work/model-is-whole"
   [ -z "${ROWS:-}" ] || STEPS=rows
   for name in ${STEPS:-grid}; do
     # shellcheck disable=SC2046,SC2086
     case $name in
       kernels) step kernels --device "${KERNELS:-cuda}" ;;
       depth) step qsa_depth -m "$work/$preset.gguf" --synthetic "$made" --scratch "$work" --lines "$out/lines.jsonl" ${DEPTH_FLAGS:-} ;;
-      mixed) step mixed $(sides ours off upstream) --synthetic "$made" ${MIXED_FLAGS:-} -m "$work/$preset.gguf" $flags ;;
+      mixed) step mixed $(sides ${MIXED_SIDES:-ours off upstream}) --synthetic "$made" ${MIXED_FLAGS:-} -m "$work/$preset.gguf" $flags ;;
       grid)
         depths=${DEPTHS:-5k,50k,150k}; [ "$depths" != fit ] || depths=$(deepest "$(left)")
         step grid $(sides ${SIDES:-off upstream}) --together --slots "${SLOTS:-1,5}" --depths "$depths" --repeats "${REPEATS:-2}" \

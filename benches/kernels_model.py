@@ -11,6 +11,8 @@ from llamamg import synth
 from llamamg.paths import home
 from llamamg.synth.preset import FULL, PRESETS
 
+from .errors import BenchError
+
 
 def large_vocabulary_model() -> Path:
     """Made on first use. $LLAMAMG_KERNELS_MODEL names another model to take the vocabulary's size from."""
@@ -23,5 +25,8 @@ def large_vocabulary_model() -> Path:
         PRESETS[path.stem] = replace(
             PRESETS["micro"], name=path.stem, vocab_file=FULL.vocab_file, n_vocab_min=FULL.n_vocab_min
         )
-        synth.write_model(path, preset=path.stem, progress=True)
+        try:
+            synth.write_model(path, preset=path.stem, progress=True)
+        except synth.SynthError as error:
+            raise BenchError(f"the model for sampling kernels cannot be written: {error}") from error
     return path
