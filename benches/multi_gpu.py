@@ -125,7 +125,7 @@ def measure(row: rows.Row, limit_s: float, env: Mapping[str, str], survey: Path,
         entry["summary"] = book.keep(row.name, scratch)
     if status != 0:
         entry["exit"] = status
-        entry["output"] = record.scrubbed(output[-3000:])
+        entry["output"] = record.scrubbed(output if len(output) < 5000 else f"{output[:2000]}\n[…]\n{output[-3000:]}")
     return entry
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llamamg.devices.ggml import F32, Backend, DeviceError, Tensors
-from llamamg.devices.speed import median_s
+from llamamg.devices.speed import typical_s
 
 SMALL_BYTES = 64 << 10  # about the activations of a token
 LARGE_BYTES = 64 << 20
@@ -66,7 +66,7 @@ def _copy_s(a: Backend, b: Backend, n_bytes: int, time_s: float) -> float:
             b.wait()
             target.arrived()
 
-        taken = median_s(copy, time_s, 50)
+        taken = typical_s(copy, time_s, 50)
         if target.read(0) != source.read(0):
             raise DeviceError(f"a copy from {a.name} to {b.name} arrived changed: do not use these two together")
     return taken

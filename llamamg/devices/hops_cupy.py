@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from llamamg.devices.hops import LARGE_BYTES, SMALL_BYTES, Hop
-from llamamg.devices.speed import median_s
+from llamamg.devices.speed import typical_s
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
 _CUDA = re.compile(r"CUDA(\d+)$")
@@ -58,8 +58,8 @@ def measure(cupy: Any, source: str, target: str, time_s: float = TIME_S) -> list
             return copy
 
         def hop(path: str, copier: Callable[[int], Callable[[], None]]) -> Hop:
-            small = median_s(copier(SMALL_BYTES), time_s, 50)
-            large = median_s(copier(LARGE_BYTES), time_s, 50)
+            small = typical_s(copier(SMALL_BYTES), time_s, 50)
+            large = typical_s(copier(LARGE_BYTES), time_s, 50)
             moving = large - small if large > 1.5 * small else large
             return Hop(source, target, path, small, LARGE_BYTES / moving)
 
