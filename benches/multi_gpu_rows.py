@@ -19,8 +19,6 @@ from .errors import BenchError
 
 PLUGIN = "decode-groups"
 N_GROUPS_MAX = 8
-# Switches of the patched library for prompts; $PIPELINE_FLAGS replaces them.
-PIPELINE = "--native-switch stable-graph=1 --native-switch prefill-rebuild=1 --native-switch hop-once=1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Sizes:
     depths: str
     group_depths: str
     ideal_depth: str
-    pipeline_depths: str
+    pipeline: str  # arguments of its bench
     p2p_depths: str
     deep: str
     n_predict: int
@@ -40,8 +38,31 @@ class Sizes:
     minutes: float = 1.0  # factor of every limit
 
 
-FULL = Sizes("5k,50k", "4k,20k", "4k", "20k", "5k,20k", "150k", 128, (4000, 20_000, 3000), (4000, 96), 1_310_720)
-TINY = Sizes("64,256", "64", "64", "256", "64,128", "512", 16, (32, 256, 6000), (128, 16), 4096, 0.4)
+FULL = Sizes(
+    "5k,50k",
+    "4k,20k",
+    "4k",
+    "--tokens 16384 -b 8192 -ub 512 --repeats 2 -t 8",
+    "5k,20k",
+    "150k",
+    128,
+    (4000, 20_000, 3000),
+    (4000, 96),
+    1_310_720,
+)
+TINY = Sizes(
+    "64,256",
+    "64",
+    "64",
+    "--tokens 512 -b 512 -ub 128 --repeats 1 -t 1",
+    "64,128",
+    "512",
+    16,
+    (32, 256, 6000),
+    (128, 16),
+    4096,
+    0.4,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +116,10 @@ def _grid(s: Setting, row: str, sides: Sequence[str], slots: str, depths: str, m
     minutes *= s.sizes.minutes
     words = [word for side in sides for word in ("--side", side)]
     made = ("--synthetic", s.synthetic) if s.synthetic else ()
+    # An rpc-server serves one client at a time.
+    together = () if "--rpc" in s.flags else ("--together",)
     argv = bench(
-        "grid", *words, "--together", "--slots", slots, "--depths", depths, "--repeats", "1", "--minutes", f"{minutes:.2f}",
+        "grid", *words, *together, "--slots", slots, "--depths", depths, "--repeats", "1", "--minutes", f"{minutes:.2f}",
         "--n-predict", str(s.sizes.n_predict), "--what", row, "--results", str(s.results), *made, "-m", str(s.model), *s.flags,
     )  # fmt: skip
     return Row(row, argv, 60 * minutes + 75, 60 * minutes * 0.5)
@@ -121,7 +144,7 @@ def grid(s: Setting) -> Row:
     sides.append(_off(s))
     if has_plugin():
         sides.append(_auto(s))
-    return _grid(s, "grid", sides, "1,5", s.sizes.depths, 3.2)
+    return _grid(s, "grid", sides, "1,5", s.sizes.depths, 2.4)
 
 
 def deep(s: Setting) -> Row:
@@ -141,7 +164,7 @@ def groups(s: Setting) -> Row:
     n_most = min(N_GROUPS_MAX, 5, max(2, 2 * len(s.devices)))
     sides = [f"g1:{s.ours} --disable {PLUGIN}"]
     sides += [f"g{n}:{s.ours} --enable {PLUGIN} --plugin-option {PLUGIN}.groups={n}" for n in range(2, n_most + 1)]
-    return _grid(s, "groups", sides, "5", s.sizes.group_depths, 1.6)
+    return _grid(s, "groups", sides, "5", s.sizes.group_depths, 1.7)
 
 
 def ideal(s: Setting) -> Row:
@@ -152,27 +175,14 @@ def ideal(s: Setting) -> Row:
 
 
 def pipeline(s: Setting) -> Row:
-    """One long prompt with and without the switches that let its ubatches overlap."""
-    if "pipeline" in bench_cli.available() and "PIPELINE_ARGS" in os.environ:
-        words = shlex.split(os.environ["PIPELINE_ARGS"])
-        return Row(
-            "pipeline", bench("pipeline", *words, "--results", str(s.results), "-m", str(s.model), *s.flags), 120, 40
-        )
-    on = os.environ.get("PIPELINE_FLAGS", PIPELINE)
-    words = shlex.split(on)
-    switches = {value.partition("=")[0] for flag, value in pairwise(words) if flag == "--native-switch"}
-    if missing := switches - _switches():
-        raise Left(f"this build has no switch {', '.join(sorted(missing))}")
-    off = f"--disable {PLUGIN}" if has_plugin() else ""
-    return _grid(s, "pipeline", [f"drained:{off}", f"piped:{off} {on}"], "1", s.sizes.pipeline_depths, 0.9)
-
-
-def _switches() -> set[str]:
-    """Names of the native switches of the build that will be measured."""
-    from llamamg import paths
-
-    text = (paths.native() / "src" / "mg_switch.def").read_text(encoding="utf-8")
-    return {line.split('"')[1] for line in text.splitlines() if line.startswith("MG_SWITCH(")}
+    """One long prompt: upstream and ours, on one card and on all, switch by switch."""
+    if "pipeline" not in bench_cli.available():
+        raise Left("bench pipeline is not in this copy")
+    words = shlex.split(os.environ.get("PIPELINE_ARGS", s.sizes.pipeline))
+    peer = ["--env", "GGML_CUDA_P2P=1"] if s.devices and s.devices[0].startswith("CUDA") else []
+    remote = [word for flag, value in pairwise(s.flags) if flag == "--rpc" for word in (flag, value)]
+    argv = bench("pipeline", *words, *peer, *remote, "--results", str(s.results), "-m", str(s.model))
+    return Row("pipeline", argv, 220 * s.sizes.minutes, 60 * s.sizes.minutes)
 
 
 def p2p(s: Setting) -> Row:
@@ -221,9 +231,9 @@ ROWS: dict[str, Callable[[Setting], Row]] = {
     "doctor": doctor,
     "grid": grid,
     "groups": groups,
+    "pipeline": pipeline,
     "ideal": ideal,
     "equality": equality,
-    "pipeline": pipeline,
     "p2p": p2p,
     "mixed": mixed,
     "doctor-p2p": doctor_p2p,
@@ -248,6 +258,10 @@ def summary(folder: Path) -> dict[str, Any]:
     if (folder / "soak.json").is_file():
         found = json.loads((folder / "soak.json").read_text())
         return {key: found[key] for key in ("burst", "soak", "equal", "failures", "memory_mib")}
+    if (folder / "pipeline.json").is_file():
+        kept = ("side", "devices", "label", "n_batch", "n_ubatch", "rate")
+        found = json.loads((folder / "pipeline.json").read_text())
+        return {"rows": [{key: row[key] for key in kept} for row in found["rows"]]}
     if (folder / "result.json").is_file():
         rows = json.loads((folder / "result.json").read_text()).get("rows", [])
         kept = ("side", "n_decoders", "n_prompts", "median", "status", "groups", "tps")

@@ -63,15 +63,18 @@ def test_peer_copies_are_a_variable_of_every_side(has_plugin: bool) -> None:
     assert all(dict(side.env) == {"GGML_CUDA_P2P": "1"} for side in sides.values())
 
 
-def test_missing_switches_leave_the_pipeline_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pipeline_has_its_own_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPELINE_ARGS", raising=False)
-    monkeypatch.setenv("PIPELINE_FLAGS", "--native-switch nothing-like-it=1")
-    with pytest.raises(Left, match="nothing-like-it"):
+    argv = multi_gpu_rows.pipeline(setting()).argv
+    assert argv[argv.index("--env") + 1] == "GGML_CUDA_P2P=1"
+    assert argv[argv.index("--tokens") + 1] == "16384"
+    monkeypatch.setenv("PIPELINE_ARGS", "--tokens 9")
+    argv = multi_gpu_rows.pipeline(setting(("RPC0",))).argv
+    assert argv[argv.index("--tokens") + 1] == "9"
+    assert "--env" not in argv
+    monkeypatch.setattr(multi_gpu_rows.bench_cli, "available", lambda: ["grid"])
+    with pytest.raises(Left, match="pipeline"):
         multi_gpu_rows.pipeline(setting())
-    monkeypatch.setenv("PIPELINE_FLAGS", "--native-switch pipeline-parallel=1")
-    sides = sides_of(multi_gpu_rows.pipeline(setting()))
-    assert sides["piped"].flags[-2:] == ("--native-switch", "pipeline-parallel=1")
-    assert "pipeline-parallel=1" not in sides["drained"].flags
 
 
 def test_rows_are_named() -> None:
