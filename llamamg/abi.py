@@ -55,6 +55,7 @@ void mg_abort_install(void * ctx);
 void mg_abort_set(int32_t on);
 
 int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
+int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 
 struct mg_qsa {
     uint64_t n_native;
@@ -245,13 +246,19 @@ class Abi:
     # -- sequences
 
     def move_sequence(self, source: int, seq_source: int, target: int, seq_target: int) -> None:
-        """Copy a sequence into another context (`llama_context` addresses) of the same model, from device to device.
+        """Move a sequence into another context (`llama_context` addresses) of the same model, from device to device.
 
-        Waits for both contexts and for the copy; no other thread may use either meanwhile, any other context may decode.
-        `seq_target` must be empty. The source keeps its copy: remove it there afterwards. Raises MoveError, then both
-        are as before.
+        Waits for both contexts and for the data; no other thread may use either meanwhile, any other context may decode.
+        `seq_target` must be empty; `seq_source` is afterwards. Raises MoveError, then both are as before.
         """
-        code = self.lib.mg_seq_move(ffi.cast("void *", source), seq_source, ffi.cast("void *", target), seq_target)
+        self._carry(self.lib.mg_seq_move, source, seq_source, target, seq_target)
+
+    def copy_sequence(self, source: int, seq_source: int, target: int, seq_target: int) -> None:
+        """As `move_sequence`, but the source keeps the sequence too."""
+        self._carry(self.lib.mg_seq_copy, source, seq_source, target, seq_target)
+
+    def _carry(self, call: Any, source: int, seq_source: int, target: int, seq_target: int) -> None:
+        code = call(ffi.cast("void *", source), seq_source, ffi.cast("void *", target), seq_target)
         if code != 0:
             raise MoveError(MOVE_RESULTS.get(int(code), str(code)), str(self.error()))
 

@@ -95,9 +95,10 @@ enum mg_move_result {
 // native QSA, recurrent states with those to roll back to. The data goes from buffer to buffer, over the host only
 // where two devices cannot copy to each other; no device memory is taken. Waits for both contexts first and for the
 // copies at the end. While it runs no other thread may use either context; any other context may decode.
-// The contexts may differ in n_ctx, n_seq_max, n_batch, n_ubatch, n_rs_seq. The source keeps the sequence: remove it
-// there afterwards. On failure (mg_move_result) both contexts are as before.
+// The contexts may differ in n_ctx, n_seq_max, n_batch, n_ubatch, n_rs_seq. On failure (mg_move_result) both are as
+// before. mg_seq_move leaves the source sequence empty, and is the faster one; mg_seq_copy keeps it.
 MG_API int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
+MG_API int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 
 // ---- native QSA ----------------------------------------------------------------------------------------------------
 

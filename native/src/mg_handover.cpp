@@ -1,175 +1,37 @@
-// Move a sequence between the memories of two contexts of one model. The memory's own state writer runs against a sink
-// that keeps its small host data and only notes which device bytes it would save; the state reader of the other memory
-// runs against a source that pairs those notes with the bytes it would load. Then each pair is one copy on the device.
-#include <algorithm>
-#include <cstring>
-#include <set>
+// Move or copy a sequence between the memories of two contexts of one model.
+// In general the memory's own state writer runs against a sink that only notes which device bytes it would save, the
+// state reader of the other memory against a source that pairs those notes with the bytes it would load, and each pair
+// is one copy on the device. A KV cache that can be taken over whole (handover_cells.h) needs no description of its
+// cells.
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "ggml-backend-impl.h"
-#include "ggml-cpp.h"
+#include "handover_copier.h"
+#include "handover_spans.h"
 #include "llama-context.h"
-#include "llama-io.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
+#include "llama-model.h"
 #include "llama.h"
 #include "mg.h"
 #include "mg_error.h"
 #ifndef MG_NO_SWITCHES
+#include "handover_cells.h"
 #include "qsa_memory.h"
 #endif
 
+using handover::device_copier;
+using handover::span_copy;
+using handover::span_sink;
+using handover::span_source;
+
 namespace {
-
-struct span {
-    ggml_tensor * tensor;
-    size_t        offset;
-    size_t        size;
-};
-
-struct span_copy {
-    span from;
-    span to;  // as long as from
-};
-
-ggml_backend_buffer_t buffer_of(const ggml_tensor * t) {
-    return t->view_src ? t->view_src->buffer : t->buffer;
-}
-
-// A state writer that copies no tensor.
-class span_sink : public llama_io_write_i {
-public:
-    void write(const void * src, size_t size) override {
-        const auto * bytes = static_cast<const uint8_t *>(src);
-        host.insert(host.end(), bytes, bytes + size);
-    }
-
-    void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        if (size > 0) {
-            spans.push_back({ tensor, offset, size });
-            n_device += size;
-        }
-    }
-
-    size_t n_bytes() override {
-        return host.size() + n_device;
-    }
-
-    std::vector<uint8_t> host;
-    std::vector<span>    spans;
-    size_t               n_device = 0;
-};
-
-// A state reader over what a sink holds. Both sides enumerate the same bytes in the same order, cut differently where
-// the cells of one side are fragmented.
-class span_source : public llama_io_read_i {
-public:
-    explicit span_source(const span_sink & sink) : sink(sink) {}
-
-    void read(void * dst, size_t size) override {
-        if (size > sink.host.size() - i_host) {
-            throw std::runtime_error("the caches describe their state differently");
-        }
-        std::memcpy(dst, sink.host.data() + i_host, size);
-        i_host += size;
-    }
-
-    void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        n_device += size;
-        while (size > 0) {
-            if (i_span == sink.spans.size()) {
-                throw std::runtime_error("the destination wants more data than the source has");
-            }
-            const span & from = sink.spans[i_span];
-            const size_t n    = std::min(size, from.size - i_byte);
-            copies.push_back({ { from.tensor, from.offset + i_byte, n }, { tensor, offset, n } });
-            offset += n;
-            size -= n;
-            i_byte += n;
-            if (i_byte == from.size) {
-                i_byte = 0;
-                ++i_span;
-            }
-        }
-    }
-
-    void discard() override {
-        copies.clear();
-    }
-
-    size_t n_bytes() override {
-        return i_host + n_device;
-    }
-
-    bool exhausted() const {
-        return i_host == sink.host.size() && i_span == sink.spans.size();
-    }
-
-    std::vector<span_copy> copies;
-
-private:
-    const span_sink & sink;
-    size_t            i_host = 0, i_span = 0, i_byte = 0, n_device = 0;
-};
-
-// Copies between device buffers, queued on the destination's own streams where the backend can do that.
-class device_copier {
-public:
-    explicit device_copier(llama_context * ctx) : sched(ctx->get_sched()) {}
-
-    void copy(const span & from, const span & to) {
-        ggml_context_ptr headers(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
-        ggml_tensor *    src = raw(headers.get(), from);
-        ggml_tensor *    dst = raw(headers.get(), to);
-        ggml_backend_t   via = queue(buffer_of(from.tensor), buffer_of(to.tensor));
-        if (via && via->iface.cpy_tensor_async(via, via, src, dst)) {
-            busy.insert(via);
-        } else {
-            ggml_backend_tensor_copy(src, dst);
-        }
-    }
-
-    void finish() {
-        for (ggml_backend_t backend : busy) {
-            ggml_backend_synchronize(backend);
-        }
-        busy.clear();
-    }
-
-private:
-    // Bytes: rows of quantized types are not a number of elements of any ggml view.
-    static ggml_tensor * raw(ggml_context * ctx, const span & s) {
-        ggml_tensor * t = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (int64_t) s.size);
-        t->buffer       = buffer_of(s.tensor);
-        t->data         = static_cast<char *>(s.tensor->data) + s.offset;
-        return t;
-    }
-
-    // The destination's backend when both buffers are on its device and it can queue copies.
-    ggml_backend_t queue(ggml_backend_buffer_t a, ggml_backend_buffer_t b) const {
-        ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b));
-        if (!sched || !dev || ggml_backend_buft_get_device(ggml_backend_buffer_get_type(a)) != dev) {
-            return nullptr;
-        }
-        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
-            ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
-            if (ggml_backend_get_device(backend) == dev && backend->iface.cpy_tensor_async) {
-                return backend;
-            }
-        }
-        return nullptr;
-    }
-
-    ggml_backend_sched_t     sched;
-    std::set<ggml_backend_t> busy;
-};
 
 const llama_kv_cache * attention_of(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
@@ -225,7 +87,7 @@ void move_rollback(const llama_memory_recurrent & from, llama_seq_id seq_from, l
 }
 
 int32_t refuse(int32_t code, const std::string & sentence) {
-    mg::set_error("mg_seq_move: " + sentence);
+    mg::set_error("a sequence stays where it is: " + sentence);
     return code;
 }
 
@@ -281,48 +143,117 @@ int32_t check(llama_context * from, int32_t seq_from, llama_context * to, int32_
     return 0;
 }
 
-void move(llama_context * from, int32_t seq_from, llama_context * to, int32_t seq_to) {
-    llama_memory_i * a = from->get_memory();
-    llama_memory_i * b = to->get_memory();
+// Pooled keys of native QSA, from one context's index cache to the other's.
+void take_pooled(llama_memory_i * a, int32_t seq_from, llama_memory_i * b, int32_t seq_to, device_copier & copier) {
+#ifndef MG_NO_SWITCHES
+    auto * from = dynamic_cast<llama_memory_hybrid_idx *>(a);
+    auto * to   = dynamic_cast<llama_memory_hybrid_idx *>(b);
+    if (from && to && from->get_qsa() && to->get_qsa()) {
+        to->get_qsa()->forget(seq_to);
+        to->get_qsa()->take_over(*from->get_qsa(), seq_from, seq_to,
+                                 [&](ggml_tensor * src, size_t at_src, ggml_tensor * dst, size_t at_dst, size_t size) {
+                                     copier.copy({ src, at_src, size }, { dst, at_dst, size });
+                                 });
+    }
+#else
+    (void) a, (void) seq_from, (void) b, (void) seq_to, (void) copier;
+#endif
+}
 
+// What a memory would save of a sequence goes where the other one would load it.
+void transfer(llama_memory_i * a, int32_t seq_from, llama_memory_i * b, int32_t seq_to, device_copier & copier) {
     span_sink sink;
     a->state_write(sink, seq_from);
-    for (const span & s : sink.spans) {
-        if (ggml_backend_buffer_is_meta(buffer_of(s.tensor))) {
-            throw std::runtime_error("tensors split over devices (-sm tensor) cannot be moved; use -sm layer");
-        }
-    }
     span_source source(sink);
     b->state_read(source, seq_to);
     if (!source.exhausted()) {
         throw std::runtime_error("the destination wants less data than the source has");
     }
-
-    device_copier copier(to);
     for (const span_copy & c : source.copies) {
         copier.copy(c.from, c.to);
     }
+}
+
+void copy(llama_context * from, int32_t seq_from, llama_context * to, int32_t seq_to) {
+    llama_memory_i * a = from->get_memory();
+    llama_memory_i * b = to->get_memory();
+    device_copier    copier(to);
+    transfer(a, seq_from, b, seq_to, copier);
     llama_memory_recurrent * rec_a = recurrent_of(a);
     llama_memory_recurrent * rec_b = recurrent_of(b);
     if (rec_a && rec_b) {
         move_rollback(*rec_a, seq_from, *rec_b, seq_to, copier);
     }
-#ifndef MG_NO_SWITCHES
-    auto * idx_a = dynamic_cast<llama_memory_hybrid_idx *>(a);
-    auto * idx_b = dynamic_cast<llama_memory_hybrid_idx *>(b);
-    if (idx_a && idx_b && idx_a->get_qsa() && idx_b->get_qsa()) {
-        idx_b->get_qsa()->take_over(*idx_a->get_qsa(), seq_from, seq_to,
-                                    [&](ggml_tensor * src, size_t at_src, ggml_tensor * dst, size_t at_dst,
-                                        size_t size) { copier.copy({ src, at_src, size }, { dst, at_dst, size }); });
-    }
-#endif
+    take_pooled(a, seq_from, b, seq_to, copier);
     copier.finish();
 }
 
-}  // namespace
+#ifndef MG_NO_SWITCHES
+using cache_pair = std::pair<llama_kv_cache *, llama_kv_cache *>;
 
-int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst) {
-    return mg::guarded("mg_seq_move", (int32_t) MG_MOVE_INVALID, [&]() -> int32_t {
+// The KV caches of two memories, if they consist of such caches and perhaps a recurrent memory.
+std::vector<cache_pair> caches_of(llama_context * from, llama_memory_i * a, llama_memory_i * b) {
+    const auto both = [](llama_kv_cache_iswa * x, llama_kv_cache_iswa * y) -> std::vector<cache_pair> {
+        return { { x->get_base(), y->get_base() }, { x->get_swa(), y->get_swa() } };
+    };
+    if (auto * x = dynamic_cast<llama_memory_hybrid_idx *>(a)) {
+        auto * y = dynamic_cast<llama_memory_hybrid_idx *>(b);
+        if (!y || !x->get_mem_idx() || !y->get_mem_idx() || from->get_model().arch != LLM_ARCH_QWEN4EXP) {
+            return {};  // other architectures keep groups of cells besides
+        }
+        return { { x->get_mem_attn(), y->get_mem_attn() }, { x->get_mem_idx(), y->get_mem_idx() } };
+    }
+    if (auto * x = dynamic_cast<llama_memory_hybrid *>(a)) {
+        auto * y = dynamic_cast<llama_memory_hybrid *>(b);
+        return y ? std::vector<cache_pair>{ { x->get_mem_attn(), y->get_mem_attn() } } : std::vector<cache_pair>{};
+    }
+    if (auto * x = dynamic_cast<llama_memory_hybrid_iswa *>(a)) {
+        auto * y = dynamic_cast<llama_memory_hybrid_iswa *>(b);
+        return y ? both(x->get_mem_attn(), y->get_mem_attn()) : std::vector<cache_pair>{};
+    }
+    if (auto * x = dynamic_cast<llama_kv_cache_iswa *>(a)) {
+        auto * y = dynamic_cast<llama_kv_cache_iswa *>(b);
+        return y ? both(x, y) : std::vector<cache_pair>{};
+    }
+    auto * x = dynamic_cast<llama_kv_cache *>(a);
+    auto * y = dynamic_cast<llama_kv_cache *>(b);
+    return x && y ? std::vector<cache_pair>{ { x, y } } : std::vector<cache_pair>{};
+}
+
+// Take the KV caches over whole; false, and nothing done, where that cannot be.
+bool take(llama_context * from, int32_t seq_from, llama_context * to, int32_t seq_to) {
+    llama_memory_i * a     = from->get_memory();
+    llama_memory_i * b     = to->get_memory();
+    const auto       pairs = caches_of(from, a, b);
+    for (const auto & [x, y] : pairs) {
+        if (!kv_take::possible(*x, seq_from, *y, seq_to)) {
+            return false;
+        }
+    }
+    if (pairs.empty()) {
+        return false;
+    }
+    device_copier            copier(to);
+    llama_memory_recurrent * rec_a = recurrent_of(a);
+    llama_memory_recurrent * rec_b = recurrent_of(b);
+    if (rec_a && rec_b) {
+        transfer(rec_a, seq_from, rec_b, seq_to, copier);  // the only part that can fail
+        move_rollback(*rec_a, seq_from, *rec_b, seq_to, copier);
+    }
+    for (const auto & [x, y] : pairs) {
+        kv_take::copy(*x, seq_from, *y, seq_to, copier);
+    }
+    take_pooled(a, seq_from, b, seq_to, copier);
+    copier.finish();
+    for (const auto & [x, y] : pairs) {
+        kv_take::cells(*x, seq_from, *y, seq_to);
+    }
+    return true;
+}
+#endif
+
+int32_t carry(const char * name, void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst, bool keep) {
+    return mg::guarded(name, (int32_t) MG_MOVE_INVALID, [&]() -> int32_t {
         auto *        from = static_cast<llama_context *>(ctx_src);
         auto *        to   = static_cast<llama_context *>(ctx_dst);
         const int32_t code = check(from, seq_src, to, seq_dst);
@@ -337,13 +268,31 @@ int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq
         from->synchronize();
         to->synchronize();
         try {
-            move(from, seq_src, to, seq_dst);
+#ifndef MG_NO_SWITCHES
+            if (keep || !take(from, seq_src, to, seq_dst))
+#endif
+            {
+                copy(from, seq_src, to, seq_dst);
+            }
         } catch (const std::exception & e) {
             to->get_memory()->seq_rm(seq_dst, -1, -1);
             return refuse(MG_MOVE_ROOM, std::string("the destination cannot take the sequence (") + e.what() +
                                             "); it needs as many free cells as the sequence has tokens, and the same "
                                             "-fa, -ctk, -ctv and -sm as the source");
         }
+        if (!keep) {
+            from->get_memory()->seq_rm(seq_src, -1, -1);
+        }
         return 0;
     });
+}
+
+}  // namespace
+
+int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst) {
+    return carry("mg_seq_move", ctx_src, seq_src, ctx_dst, seq_dst, false);
+}
+
+int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst) {
+    return carry("mg_seq_copy", ctx_src, seq_src, ctx_dst, seq_dst, true);
 }
