@@ -26,7 +26,7 @@ class Sizes:
     """How much a row does."""
 
     depths: str
-    group_depths: str
+    group_depths: tuple[str, str]
     ideal_depth: str
     pipeline: str  # arguments of its bench
     p2p_depths: str
@@ -159,12 +159,26 @@ def groups(s: Setting) -> Row:
         return Row(
             "groups", bench("groups", *words, "--results", str(s.results), "-m", str(s.model), *s.flags), 150, 40
         )
+    # The same number of groups once more with stages balanced by what doctor measured.
+    return _grid(
+        s, "groups", [*_group_sides(s), f"{_group_side(s, 2, 'g2ts')} -ts auto"], "5", s.sizes.group_depths[0], 1.7
+    )
+
+
+def groups_deep(s: Setting) -> Row:
+    """The same with longer sessions."""
+    return _grid(s, "groups-deep", _group_sides(s), "5", s.sizes.group_depths[1], 2.3)
+
+
+def _group_sides(s: Setting) -> list[str]:
     if not has_plugin():
         raise Left(f"the plugin {PLUGIN} is not in this copy")
     n_most = min(N_GROUPS_MAX, 5, max(2, 2 * len(s.devices)))
-    sides = [f"g1:{s.ours} --disable {PLUGIN}"]
-    sides += [f"g{n}:{s.ours} --enable {PLUGIN} --plugin-option {PLUGIN}.groups={n}" for n in range(2, n_most + 1)]
-    return _grid(s, "groups", sides, "5", s.sizes.group_depths, 1.7)
+    return [f"g1:{s.ours} --disable {PLUGIN}", *(_group_side(s, n, f"g{n}") for n in range(2, n_most + 1))]
+
+
+def _group_side(s: Setting, n: int, name: str) -> str:
+    return f"{name}:{s.ours} --enable {PLUGIN} --plugin-option {PLUGIN}.groups={n}"
 
 
 def ideal(s: Setting) -> Row:
@@ -237,6 +251,7 @@ ROWS: dict[str, Callable[[Setting], Row]] = {
     "p2p": p2p,
     "mixed": mixed,
     "doctor-p2p": doctor_p2p,
+    "groups-deep": groups_deep,
     "soak": soak,
     "deep": deep,
 }

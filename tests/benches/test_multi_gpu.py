@@ -50,8 +50,10 @@ def test_groups_up_to_twice_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: True)
     monkeypatch.delenv("GROUPS_ARGS", raising=False)
     sides = sides_of(multi_gpu_rows.groups(setting()))
-    assert list(sides) == ["g1", "g2", "g3", "g4"]
+    assert list(sides) == ["g1", "g2", "g3", "g4", "g2ts"]
     assert sides["g3"].flags[-1] == "decode-groups.groups=3"
+    assert sides["g2ts"].flags[-2:] == ("-ts", "auto")
+    assert list(sides_of(multi_gpu_rows.groups_deep(setting()))) == ["g1", "g2", "g3", "g4"]
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: False)
     with pytest.raises(Left, match="decode-groups"):
         multi_gpu_rows.groups(setting())
@@ -83,7 +85,7 @@ def test_rows_are_named() -> None:
     with pytest.raises(BenchError, match="mixd"):
         multi_gpu_rows.parse("mixd")
     for name, make in multi_gpu_rows.ROWS.items():
-        if name not in ("groups", "pipeline"):
+        if name not in ("groups", "groups-deep", "pipeline"):
             row = make(setting())
             assert row.name == name
             assert row.least_s < row.limit_s
