@@ -13,6 +13,7 @@ from llamamg.facts import (
     has_lookup,
     has_switch,
     keeps_state,
+    n_stages,
     native_count,
     qsa_stats,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "has_switch",
     "hookimpl",
     "keeps_state",
+    "n_stages",
     "native_count",
     "plugin",
     "qsa_stats",

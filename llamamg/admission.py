@@ -58,8 +58,11 @@ class Admission:
                 return self.queue.pop(i)
         return None
 
-    def admit(self, state: StepState) -> tuple[list[Sequence], list[tuple[Waiting, Failed]]]:
-        """Move requests into free slots while there are any; the sequences that begin, and the requests turned away."""
+    def admit(self, state: StepState, free: Seq[int] = (0,)) -> tuple[list[Sequence], list[tuple[Waiting, Failed]]]:
+        """Move requests into idle slots of the `free` contexts; the sequences that begin, and the requests turned away.
+
+        A request for which a slot of another context is best waits for that.
+        """
         begun: list[Sequence] = []
         refused: list[tuple[Waiting, Failed]] = []
         i = 0
@@ -71,16 +74,20 @@ class Admission:
             decision = self._calls.first("admit", waiting.request, state) if self._calls.hooks.admit else None
             if isinstance(decision, Defer):
                 break
-            self.queue.pop(i)
             if isinstance(decision, Reject):
+                self.queue.pop(i)
                 refused.append((waiting, Failed(503, "unavailable_error", decision.reason)))
                 continue
-            begun.append(self._begin(waiting))
+            slot = self.choose(waiting.request, free)
+            if slot.context not in free:
+                i += 1
+                continue
+            self.queue.pop(i)
+            begun.append(self._begin(waiting, slot))
         return begun, refused
 
-    def _begin(self, waiting: Waiting) -> Sequence:
+    def _begin(self, waiting: Waiting, slot: Slot) -> Sequence:
         request = waiting.request
-        slot = self.choose(request)
         sequence = Sequence(request, slot, waiting.sampler, TextStream(request.stop), n_predict=request.n_predict)
         n_past = self._reuse(slot, request)
         slot.tokens.keep(n_past)
@@ -90,7 +97,7 @@ class Admission:
         sequence.timings = Timings(cache_n=n_past, queue_ms=1e3 * (sequence.t_start - request.arrival))
         return sequence
 
-    def choose(self, request: Request) -> Slot:
+    def choose(self, request: Request, free: Seq[int] = (0,)) -> Slot:
         """The slot named by the request, else a plugin's choice, else the longest common prefix, else the least recently used."""
         if request.id_slot >= 0:
             return self._slots[request.id_slot % len(self._slots)]
@@ -107,7 +114,7 @@ class Admission:
                     best, best_similarity = slot, similarity
             if best is not None:
                 return best
-        return least_recently_used(idle)
+        return least_recently_used([slot for slot in idle if slot.context in free] or idle)
 
     def _reuse(self, slot: Slot, request: Request) -> int:
         """Prepare the slot's memory for the prompt; how many of its tokens need not be computed again."""

@@ -20,6 +20,7 @@ SWAP_BYTES_MAX = 256 << 20  # a larger idle state would stall the step longer th
 @dataclass(slots=True)
 class _Parked:
     slot: Slot
+    context: int
     tokens: Tokens
     data: NDArray[np.uint8]
 
@@ -31,40 +32,44 @@ class Arranger:
     def __init__(self, slots: list[Slot], kv: KVCache, calls: HookCalls, stats: Stats) -> None:
         self._slots, self._kv, self._calls, self._stats = slots, kv, calls, stats
         self._parked: list[_Parked] = []
+        self._lazy: set[int] = set()  # contexts whose next decode copies cells
 
     def arrange(self, state: StepState) -> None:
-        """Ask the plugins and move."""
-        for source, target in self._calls.first("arrange_slots", state, check=self._complaint) or ():
+        """Ask the plugins and move. `state.slots` are those of one context."""
+
+        def complaint(moves: list[tuple[int, int]]) -> str | None:
+            return _complaint(moves, state.slots)
+
+        for source, target in self._calls.first("arrange_slots", state, check=complaint) or ():
             self._move(self._at(source), self._at(target))
 
-    def give_back(self) -> None:
-        """After a decode: restore what idle slots held, unless they were taken meanwhile."""
-        for parked in self._parked:
+    def is_settled(self, context: int) -> bool:
+        """Whether no move within a context waits for its next decode."""
+        return context not in self._lazy
+
+    def give_back(self, context: int) -> None:
+        """After a decode: restore what idle slots of the context held, unless they were taken meanwhile."""
+        if context not in self._lazy:
+            return
+        self._lazy.discard(context)
+        parked_here = [parked for parked in self._parked if parked.context == context]
+        self._parked = [parked for parked in self._parked if parked.context != context]
+        for parked in parked_here:
             slot = parked.slot
             if not slot.busy and len(slot.tokens) == 0 and self._kv.restore(slot.seq_id, parked.data, flags=0):
                 slot.tokens.extend(parked.tokens)
             else:
                 self._stats.n_moves_dropped += 1
-        self._parked.clear()
 
     def _at(self, seq_id: int) -> Slot:
         return next(slot for slot in self._slots if slot.seq_id == seq_id)
-
-    def _complaint(self, moves: list[tuple[int, int]]) -> str | None:
-        busy = {slot.seq_id for slot in self._slots if slot.busy}
-        known = {slot.seq_id for slot in self._slots}
-        for source, target in moves:
-            if source not in busy or target not in known or target in busy:
-                return f"cannot move sequence {source} to {target}: the first must be busy and the second idle"
-            busy = busy - {source} | {target}
-        return None
 
     def _move(self, busy: Slot, idle: Slot) -> None:
         a, b = busy.seq_id, idle.seq_id
         if len(idle.tokens):
             data = self._kv.save(b, flags=0) if self._kv.size(b) <= SWAP_BYTES_MAX else None
             if data is not None:
-                self._parked.append(_Parked(idle, idle.tokens.view().copy(), data))
+                self._parked.append(_Parked(idle, idle.context, idle.tokens.view().copy(), data))
             else:
                 self._stats.n_moves_dropped += 1
                 idle.checkpoints = []
@@ -73,4 +78,16 @@ class Arranger:
         self._kv.copy(a, b)
         self._kv.remove(a, -1, -1)
         busy.seq_id, idle.seq_id = b, a
+        busy.home, idle.home = b, a
+        self._lazy.add(busy.context)
         self._stats.n_moves += 1
+
+
+def _complaint(moves: list[tuple[int, int]], slots: list[Slot]) -> str | None:
+    busy = {slot.seq_id for slot in slots if slot.busy}
+    known = {slot.seq_id for slot in slots}
+    for source, target in moves:
+        if source not in busy or target not in known or target in busy:
+            return f"cannot move sequence {source} to {target}: the first must be busy and the second idle"
+        busy = busy - {source} | {target}
+    return None

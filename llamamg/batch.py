@@ -70,12 +70,14 @@ class Plan:
     """The batches of one step. Plugins may split, move and reorder; `check` proves that no row was lost or changed."""
 
     batches: list[Batch] = field(default_factory=list)
-    _rows: list[tuple[Row, Tokens | list[int], int, int, int]] = field(default_factory=list)
+    _rows: list[tuple[Row, Tokens | list[int], int, int, int, int]] = field(default_factory=list)
 
     def seal(self) -> Plan:
         """Remember the rows as the scheduler chose them."""
         self._rows = [
-            (row, row.tokens, len(row), row.pos0, row.n_logits) for batch in self.batches for row in batch.rows
+            (row, row.tokens, len(row), row.pos0, row.n_logits, batch.group)
+            for batch in self.batches
+            for row in batch.rows
         ]
         return self
 
@@ -100,20 +102,25 @@ class Plan:
 
     def check(self, n_batch: int) -> None:
         """Raise PlanError unless every chosen row is there once, unchanged, and no batch is too large."""
-        have = {id(row): row for batch in self.batches for row in batch.rows}
+        have = {id(row): batch.group for batch in self.batches for row in batch.rows}
         if sum(len(batch.rows) for batch in self.batches) != len(self._rows) or len(have) != len(self._rows):
             raise PlanError("a row was added, lost or put into two batches")
-        for row, tokens, n, pos0, n_logits in self._rows:
+        for row, tokens, n, pos0, n_logits, group in self._rows:
             same = row.tokens is tokens and (len(row), row.pos0, row.n_logits) == (n, pos0, n_logits)
             if id(row) not in have or not same:
                 raise PlanError("a row's tokens, position or outputs were changed")
+            if have[id(row)] != group:
+                raise PlanError("a row was put into a batch of another decode group, where its sequence is not")
         if any(batch.n_tokens > n_batch for batch in self.batches):
             raise PlanError(f"a batch has more than n_batch = {n_batch} tokens")
 
 
 @dataclass(slots=True)
 class StepState:
-    """What hooks may know of a step. Read-only; one object, refreshed each step, so keep nothing of it."""
+    """What hooks may know of a step. Read-only; one object, refreshed each step, so keep nothing of it.
+
+    With several decode groups `prefilling` and `decoding` are, in hooks about rows, those of the context that is planned.
+    """
 
     n_batch: int
     n_ubatch: int
@@ -123,11 +130,8 @@ class StepState:
     decoding: list[Sequence] = field(default_factory=list)
     step: int = 0
     itl: Any = None  # ItlWindow
-
-    @property
-    def n_users(self) -> int:
-        """Sequences in slots."""
-        return len(self.prefilling) + len(self.decoding)
+    n_users: int = 0  # sequences in slots
+    groups: tuple[range, ...] = ()  # sequence ids of each decode group; one group unless a plugin asked for more
 
     @property
     def itl_p50_ms(self) -> float:

@@ -65,6 +65,13 @@ class ContextConfig:
     yarn_beta_slow: float = -1.0
     yarn_beta_fast: float = -1.0
     warmup: bool = True
+    n_groups: int = 1  # contexts that the slots are shared out over; plugins set this and the next three in `configure`
+    n_prefill_slots: int = 0  # prompts that one more context, only for prompts, has room for; 0: no such context
+    n_ubatch_decode: int = 0  # ubatch of the slots' contexts where prompts have their own; 0: like n_ubatch
+    stall_s: float = 600.0  # with several contexts: requests fail when nothing ends for so long; 0: wait for ever
+    n_prompt_local: int = (
+        64  # of a prompt, so much at most is computed where the slot is, although prompts have a context
+    )
 
 
 @dataclass(frozen=True, slots=True)

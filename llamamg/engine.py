@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,7 +20,8 @@ from llamamg.model import ModelInfo
 from llamamg.plugins import PluginSet
 from llamamg.recovery import Recovery
 from llamamg.request import Event, Failed, Request
-from llamamg.runner import Runner
+from llamamg.runner import Done, Runner
+from llamamg.runner_pool import Stalled
 from llamamg.sampler import Sampler, SamplerError
 from llamamg.scheduler import Scheduler
 from llamamg.shadow import Shadow
@@ -31,6 +33,7 @@ T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]
 IDLE_WAIT_S = 5.0
 DEFERRED_WAIT_S = 0.002  # nothing runs and a plugin holds a request back: how soon it is asked again
+ONLY = (0,)
 STOPPING = Failed(503, "unavailable_error", "the server is shutting down")
 
 
@@ -66,6 +69,7 @@ class Engine:
         self._new_sampler, self._view, self._close = new_sampler, view, close
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: deque[Batch] = deque()  # batches of a plan, or of a retry, that are not submitted yet
+        self._n_flights_max = 1
         self._recovery = Recovery(scheduler, calls, self._pending)
         self._thread = threading.Thread(target=self._run, name="llamamg-engine", daemon=True)
         self._stop_at: float | None = None
@@ -149,6 +153,7 @@ class Engine:
         with self._post_lock:
             if not self._ended:
                 self._inbox.put(message)
+                self.runner.wake()
             return not self._ended
 
     def _refuse(self, request: Request) -> Failed | None:
@@ -168,18 +173,52 @@ class Engine:
     def step(self) -> bool:
         """Admit, plan, keep the pipeline full, collect one batch, emit its tokens. False when there was nothing to do."""
         self._drain()
-        if not self._pending:
-            self._pending.extend(self.scheduler.plan().batches)
+        if free := self._free():
+            self._pending.extend(self.scheduler.plan(free).batches)
         worked = bool(self._pending)
-        while self._pending and self.runner.has_room():
-            self._submit(self._pending.popleft())
+        self._fill()
+        worked = worked or self.runner.n_in_flight > 0
         done = self.runner.collect()
         if done is not None:
             worked = True
-            self.scheduler.commit(done)
-            if self.calls.hooks.batch_done:
-                self.calls.each("batch_done", done.batch, done.elapsed_s)
+            self._take(done)
         return self._emit() or worked
+
+    def _free(self) -> tuple[int, ...]:
+        """The contexts to plan for: nothing of them is in flight, pending or about to move."""
+        if self.runner.n_contexts == 1:
+            return () if self._pending else ONLY
+        self._n_flights_max = self._limit() if self.calls.hooks.batches_in_flight else 1
+        if self._n_flights_max == 1 and (self._pending or self.runner.n_in_flight):
+            return ()
+        pending = {batch.group for batch in self._pending}
+        free = [i for i in range(self.runner.n_contexts) if i not in pending and self.runner.is_free(i)]
+        return self.scheduler.moves.start(free)
+
+    def _limit(self) -> int:
+        return int(self.calls.first("batches_in_flight", self.scheduler.state, check=_not_a_count) or 1)
+
+    def _fill(self) -> None:
+        """Submit what may be in flight."""
+        waiting: list[Batch] = []
+        while self._pending and self.runner.n_in_flight < self._n_flights_max:
+            batch = self._pending.popleft()
+            if self.runner.is_free(batch.group):
+                self._submit(batch)
+            else:
+                waiting.append(batch)
+        self._pending.extendleft(reversed(waiting))
+
+    def _take(self, done: Done) -> None:
+        """A batch came back."""
+        if done.error is not None:
+            self.scheduler.returned(done.batch)
+            self._recovery.recover(done.batch, done.error)
+            return
+        self._recovery.succeeded(done.batch)
+        self.scheduler.commit(done)
+        if self.calls.hooks.batch_done:
+            self.calls.each("batch_done", done.batch, done.elapsed_s)
 
     def _submit(self, batch: Batch) -> None:
         rows = self._recovery.alive(batch)
@@ -190,7 +229,6 @@ class Engine:
         except BatchError as error:
             self._recovery.recover(batch, error)
             return
-        self._recovery.succeeded(batch)
         if self.calls.hooks.batch_submitted:
             self.calls.each("batch_submitted", batch)
 
@@ -242,6 +280,7 @@ class Engine:
         if first:
             self._fail_all(STOPPING)  # what came in after the last step
             self.runner.close()
+            self.scheduler.close()
             self._close()
 
     def _arrive(self, waiting: Waiting) -> None:
@@ -267,5 +306,10 @@ class Engine:
         self._drain()
         self.scheduler.fail_waiting(failed)
         for sequence in self.scheduler.running:
-            self.scheduler.fail(sequence, failed)
+            with contextlib.suppress(Stalled):  # what cannot be cleared will never be used again
+                self.scheduler.fail(sequence, failed)
         self._emit()
+
+
+def _not_a_count(limit: int) -> str | None:
+    return None if isinstance(limit, int) and limit > 0 else f"{limit!r} is not a number of batches"

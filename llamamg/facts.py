@@ -19,6 +19,34 @@ def architecture(config: Config) -> str:
     return open_model(config.model.path).architecture if config.model.path.is_file() else ""
 
 
+def n_stages(config: Config, devices: Sequence[Any]) -> int:
+    """Devices that a token passes one after the other: those that hold layers. Virtual devices of one GPU are one.
+
+    `devices` as in the hook `configure`. Each rpc-server counts as one device.
+    """
+    from llamamg.modelfile import open_model
+
+    m = config.model
+    if m.split_mode != "layer":
+        return 1
+    gpus = [d for d in devices if d.type == "gpu"] or [d for d in devices if d.type == "igpu"]
+    remote = [("rpc", endpoint) for endpoint in m.rpc]
+    if m.devices is None:
+        # libllama puts rpc devices before its own ones.
+        chosen = [*remote, *[(d.backend, d.device_id or d.name) for d in gpus]]
+    else:
+        by_name = {d.name: (d.backend, d.device_id or d.name) for d in devices}
+        chosen = [by_name.get(name, ("rpc", name)) for name in m.devices]
+    given = m.tensor_split if isinstance(m.tensor_split, tuple) else ()
+    shares = given or (1.0,) * len(chosen)
+    held = [device for device, share in zip(chosen, shares, strict=False) if share > 0]
+    if not held or m.n_gpu_layers == 0:
+        return 1
+    n_layer = int(open_model(m.path).get("block_count", 0)) if m.path.is_file() else 0
+    has_host_layers = isinstance(m.n_gpu_layers, int) and 0 <= m.n_gpu_layers < n_layer
+    return len(set(held)) + has_host_layers
+
+
 def has_switch(name: str) -> bool:
     """Does the loaded library have this native switch? True while none is loaded: nothing speaks against it."""
     from llamamg import library

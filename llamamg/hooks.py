@@ -20,6 +20,8 @@ Hook = Callable[..., Any]
 
 REQUEST_HOOKS = ("request_arrived", "admit", "select_slot", "find_prefix", "slot_released", "request_finished")
 STEP_HOOKS = (
+    "batches_in_flight",
+    "balance_groups",
     "arrange_slots",
     "order_prefills",
     "prefill_budget",
@@ -73,6 +75,8 @@ class Hooks:
     find_prefix: tuple[Hook, ...]
     slot_released: tuple[Hook, ...]
     request_finished: tuple[Hook, ...]
+    batches_in_flight: tuple[Hook, ...]
+    balance_groups: tuple[Hook, ...]
     arrange_slots: tuple[Hook, ...]
     order_prefills: tuple[Hook, ...]
     prefill_budget: tuple[Hook, ...]

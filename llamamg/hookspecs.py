@@ -188,10 +188,33 @@ def request_finished(request: Request, timings: Timings) -> None:
 
 
 @hookspec(firstresult=True)
+def batches_in_flight(state: StepState) -> int | None:
+    """Say how many batches may be computed at the same time, each in a context of its own.
+
+    When: once a step if `config.context` asked for several contexts at the start.
+    Result: first result, 1 or more; there is at most one batch per context. Default: 1, so contexts take turns.
+    """
+
+
+@hookspec(firstresult=True)
+def balance_groups(state: StepState) -> list[tuple[int, int]] | None:
+    """Move busy sequences to idle places of other decode groups.
+
+    When: in a step after a sequence began or ended or was moved, if there are several contexts. `state.groups` are the
+    sequence ids of each group, `slot.home` is the id that a slot has in its group, `slot.group` the number of that.
+    Result: first result, a list of (home of a busy slot, home of an idle slot of another group). The engine performs the
+    moves when neither group has a batch in flight, beside the other groups; what the idle slot held goes the other way
+    if it is small, else it is given up. A move whose slots are just moving is left out; the hook is asked again after it.
+    Must not: name an id twice.
+    """
+
+
+@hookspec(firstresult=True)
 def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
     """Move busy sequences to other sequence ids of the KV cache.
 
-    When: in the step after the set of busy slots changed, with no batch in flight and before rows are chosen.
+    When: in the step after the set of busy slots changed, with no batch in flight and before rows are chosen. With several
+    decode groups, for each group by itself: `state.slots` are those that are there.
     Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence
     with its cells, recurrent state and checkpoints goes to the idle id; what the idle id held goes the other way if it
     is small enough to copy within a step, else it is given up. Slot numbers shown to clients stay. Default: no move.

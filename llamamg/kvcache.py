@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamamg.statebytes import with_streams
+
 PARTIAL_ONLY = 1  # llama.h: only the recurrent state and sliding windows
 ON_DEVICE = 2  # llama.h: tensors stay on their devices, one snapshot for each sequence
 
@@ -25,9 +27,10 @@ class KVCache:
     """Sequence operations of one context. Only the thread that decodes may call them."""
 
     def __init__(self, llama: Any, context: Any, *, is_recurrent: bool, n_swa: int) -> None:
-        self._llama, self._context = llama, context
+        self._llama, self.context = llama, context
         self._memory = llama.llama_get_memory(context)
-        self.n_swa = n_swa
+        self.n_swa, self.is_recurrent = n_swa, is_recurrent
+        self.n_streams: int = llama.llama_n_seq_max(context)  # if the cache is not unified
         self.can_shift = bool(llama.llama_memory_can_shift(self._memory))
         self.n_rs_seq: int = llama.llama_n_rs_seq(context)  # tokens a recurrent state can go back
         self._snapshots: dict[int, tuple[int, NDArray[np.uint8]]] = {}  # on the devices; here is where they lie
@@ -40,6 +43,10 @@ class KVCache:
     def needs_checkpoints(self) -> bool:
         """Whether going back in a sequence takes a snapshot."""
         return self.removal is not Removal.PART or self.n_swa > 0
+
+    def local(self, seq_id: int) -> int:
+        """What the context itself calls a sequence id."""
+        return seq_id
 
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         """Forget positions [p0, p1) of a sequence; False when this memory cannot be cut there."""
@@ -67,22 +74,32 @@ class KVCache:
 
     def save(self, seq_id: int, flags: int = PARTIAL_ONLY) -> NDArray[np.uint8] | None:
         """A sequence's state as bytes in host memory; None when there is none. Waits for the device."""
-        size = self._llama.llama_state_seq_get_size_ext(self._context, seq_id, flags)
+        size = self._llama.llama_state_seq_get_size_ext(self.context, seq_id, flags)
         if size == 0:
             return None
         data = np.empty(size, np.uint8)
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        n = self._llama.llama_state_seq_get_data_ext(self._context, pointer, size, seq_id, flags)
+        n = self._llama.llama_state_seq_get_data_ext(self.context, pointer, size, seq_id, flags)
         return data[:n] if n else None
+
+    def save_for(self, seq_id: int, n_streams: int) -> NDArray[np.uint8] | None:
+        """All of a sequence's state, for a context of `n_streams` sequences. Raises OddState."""
+        data = self.save(seq_id, 0)
+        if data is None or n_streams == self.n_streams:
+            return data
+        partial = self.save(seq_id, PARTIAL_ONLY)
+        if partial is None:
+            return None
+        return with_streams(data, partial, seq_id, self.n_streams, n_streams, partial_is_kv=not self.is_recurrent)
 
     def size(self, seq_id: int, flags: int = 0) -> int:
         """Bytes that `save` would take."""
-        return int(self._llama.llama_state_seq_get_size_ext(self._context, seq_id, flags))
+        return int(self._llama.llama_state_seq_get_size_ext(self.context, seq_id, flags))
 
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = PARTIAL_ONLY) -> bool:
         """Put a saved state back; False when libllama refuses it."""
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        return bool(self._llama.llama_state_seq_set_data_ext(self._context, pointer, len(data), seq_id, flags))
+        return bool(self._llama.llama_state_seq_set_data_ext(self.context, pointer, len(data), seq_id, flags))
 
     def snapshot(self, seq_id: int, n_tokens: int) -> bool:
         """Copy what cannot be cut of a sequence of `n_tokens`, on its devices, in place of an earlier copy; False when refused."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llamamg import contexts
 from llamamg import library as native
 from llamamg.abi import NativeError
 from llamamg.admission import Admission
@@ -18,12 +19,13 @@ from llamamg.engine import Engine
 from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
+from llamamg.layout import Layout, one_context
 from llamamg.memory import check_memory, main_memory
-from llamamg.model import ModelInfo, describe, load_model, n_slots, new_context
+from llamamg.model import ModelInfo, describe, load_model, n_slots
 from llamamg.modelfile import open_model
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Request, Timings
-from llamamg.runner import ModelRunner, Runner
+from llamamg.runner import Runner
 from llamamg.sampler import Sampler
 from llamamg.scheduler import Scheduler
 from llamamg.shadow import Shadow
@@ -57,18 +59,10 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)
     model = describe(lib, handle, config.model.path, vocab.n_vocab, vocab.type, vocab.chat_template)
-    context = new_context(lib, handle, config)
-    plugins.apply_switches = _adapting(lib, context, plugins.apply_switches)
-    c = config.context
-    kv = KVCache(
-        llama, context, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
-    )
-    n_batch, n_ubatch = llama.llama_n_batch(context), llama.llama_n_ubatch(context)
-    n_outputs = c.n_outputs_max or n_slots(c) * (1 + c.n_draft_max)
-    runner = ModelRunner(llama, lib.mg, context, n_batch, n_ubatch, n_outputs)
-    if c.warmup:
-        _warm_up(llama, context, vocab, kv)
-    n_ctx_slot = llama.llama_n_ctx_seq(context)
+    made = contexts.make(lib, handle, config, model, vocab)
+    runner, kv = made.runner, made.kv
+    plugins.apply_switches = _adapting(lib, made, plugins.apply_switches)
+    n_ctx_slot = llama.llama_n_ctx_seq(runner.context)
 
     def new_sampler(request: Request) -> Sampler:
         return Sampler(llama, lib.mg, vocab, request.sampling, request.prompt, n_ctx_slot)
@@ -77,10 +71,21 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         llama.llama_model_free(handle)
 
     engine = assemble(
-        config, plugins, runner, kv, vocab, model, n_ctx_slot=n_ctx_slot, new_sampler=new_sampler, close=close
+        config,
+        plugins,
+        runner,
+        kv,
+        vocab,
+        model,
+        n_ctx_slot=n_ctx_slot,
+        new_sampler=new_sampler,
+        close=close,
+        layout=made.layout,
     )
     if config.plugins.guard_replay:
-        engine.shadow = engine.scheduler.watcher = Shadow(config, llama, runner, kv, vocab, plugins, n_slots(c))
+        engine.shadow = engine.scheduler.watcher = Shadow(
+            config, llama, runner, kv, vocab, plugins, n_slots(config.context)
+        )
     return engine
 
 
@@ -103,10 +108,12 @@ def assemble(
     n_ctx_slot: int,
     new_sampler: Callable[[Request], Any],
     close: Callable[[], None] = lambda: None,
+    layout: Layout | None = None,
 ) -> Engine:
     """Put the parts of an engine together; tests pass runners and memories of their own."""
     c, g = config.context, config.generation
-    slots = [Slot(i, i) for i in range(n_slots(c))]
+    layout = layout or one_context(n_slots(c))
+    slots = [Slot(i, i, context=layout.context(i)) for i in range(n_slots(c))]
     stats = Stats()
     calls = HookCalls(plugins.hooks, plugins.quarantine)
 
@@ -134,6 +141,9 @@ def assemble(
         policy,
         Arranger(slots, kv, calls, stats),
         stats,
+        runner,
+        layout,
+        n_prompt_local=c.n_prompt_local,
         n_batch=runner.n_batch,
         n_ubatch=runner.n_ubatch,
         n_draft_max=c.n_draft_max,
@@ -174,33 +184,26 @@ def _connect_switches(lib: native.Library, plugins: PluginSet, given: Mapping[st
 
 
 def _adapting(
-    lib: native.Library, context: Any, apply: Callable[[dict[str, int]], None] | None
+    lib: native.Library, made: contexts.Contexts, apply: Callable[[dict[str, int]], None] | None
 ) -> Callable[[dict[str, int]], None]:
-    """Turn switches and make the context ready for them; where that is impossible, all is as before (PluginError)."""
+    """Turn switches and make each context ready for them; where that is impossible, all is as before (PluginError)."""
+
+    def adapt() -> list[str]:
+        return [done for pointer in made.pointers if (done := lib.mg.adapt(pointer, main_memory()[0]))]
 
     def turn(wanted: dict[str, int]) -> None:
+        made.runner.settle()  # nothing is turned while a context computes
         before = {switch.name: switch.value for switch in lib.mg.switches()}
         if apply is not None:
             apply(wanted)
         try:
-            done = lib.mg.adapt(context, main_memory()[0])
+            done = adapt()
         except NativeError as error:
             for name, value in before.items():
                 lib.mg.set_switch(name, value)
-            lib.mg.adapt(context, main_memory()[0])
+            adapt()
             raise PluginError(f"this context cannot switch: {error}; restart with the switch as wanted") from error
-        if done:
-            print(f"llamamg: {done}", file=sys.stderr, flush=True)
+        for sentence in done:
+            print(f"llamamg: {sentence}", file=sys.stderr, flush=True)
 
     return turn
-
-
-def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:
-    """One decode of a couple of tokens: memory is touched and kernels are loaded before the first request."""
-    llama.llama_set_warmup(context, True)
-    tokens = [token for token in (vocab.bos, vocab.eos) if token >= 0] or [0]
-    array = (llama.llama_token * len(tokens))(*tokens)
-    llama.llama_decode(context, llama.llama_batch_get_one(array, len(tokens)))
-    kv.clear()
-    llama.llama_synchronize(context)
-    llama.llama_set_warmup(context, False)

@@ -55,6 +55,11 @@ def is_unified(context: ContextConfig) -> bool:
     return context.kv_unified if context.kv_unified is not None else context.n_parallel <= 0
 
 
+def n_spare(config: Config) -> int:
+    """Sequences that no slot has: one for idle replays."""
+    return int(config.plugins.guard_replay > 0)
+
+
 def load_model(library: Library, config: ModelConfig, progress: Callable[[float], None] | None = None) -> Any:
     """A llama_model handle. Raises LoadError with a sentence."""
     llama = library.llama
@@ -91,20 +96,21 @@ def load_model(library: Library, config: ModelConfig, progress: Callable[[float]
     return model
 
 
-def new_context(library: Library, model: Any, config: Config) -> Any:
-    """A llama_context handle of `model`. Raises LoadError with a sentence."""
+def new_context(library: Library, model: Any, config: Config, n_seq: int | None = None, n_ubatch: int = 0) -> Any:
+    """A llama_context handle of `model`: for all slots, or for `n_seq` sequences of them. Raises LoadError with a sentence."""
     llama, c = library.llama, config.context
     slots = n_slots(c)
-    spare = int(config.plugins.guard_replay > 0)  # a sequence that no slot has, for idle replays
+    if n_seq is None:
+        n_seq = slots + n_spare(config)
     params = llama.llama_context_default_params()
     n_ctx = c.n_ctx or llama.llama_model_n_ctx_train(model) * (1 if is_unified(c) else slots)
-    params.n_ctx = n_ctx if is_unified(c) else n_ctx + spare * (n_ctx // slots)
+    params.n_ctx = n_ctx if is_unified(c) else n_ctx + (n_seq - slots) * (n_ctx // slots)
     params.n_batch = c.n_batch
-    params.n_ubatch = min(c.n_ubatch, c.n_batch)
-    params.n_seq_max = slots + spare
+    params.n_ubatch = min(n_ubatch or c.n_ubatch, c.n_batch)
+    params.n_seq_max = n_seq
     params.n_rs_seq = c.n_rs_seq
     # Left at 0 every token of a ubatch may have logits, and that buffer alone is 485 MiB at 248k vocabulary entries.
-    params.n_outputs_max = c.n_outputs_max or min(slots * (1 + c.n_draft_max) + spare, c.n_batch)
+    params.n_outputs_max = c.n_outputs_max or min(n_seq * (1 + c.n_draft_max), c.n_batch)
     threads = c.n_threads if c.n_threads > 0 else default_threads()
     params.n_threads = threads
     params.n_threads_batch = c.n_threads_batch if c.n_threads_batch > 0 else threads

@@ -47,7 +47,7 @@ class Recovery:
             self._again(batch, error, decision.n_parts)
         elif isinstance(decision, Shrink):
             self._shrink(batch, error, decision.n_tokens)
-        elif isinstance(error, KVFull) and self._scheduler.clear_idle():
+        elif isinstance(error, KVFull) and self._scheduler.clear_idle(batch.group):
             self._pending.appendleft(batch)
         else:
             self._again(batch, error, 2)
@@ -56,7 +56,7 @@ class Recovery:
         """Some of a batch may have been computed before the error: take it back, or fail those who cannot go back."""
         lost = [row for row in batch.rows if not self._scheduler.take_back(row)]
         if lost:
-            self._fail(Batch(lost), error)
+            self._fail(Batch(lost, batch.group), error)
         return self.alive(batch)
 
     def _again(self, batch: Batch, error: BatchError, n_parts: int) -> None:
@@ -91,7 +91,7 @@ class Recovery:
         freed = 0
         while freed < n_tokens:
             before = sum(len(slot.tokens) for slot in self._scheduler.slots)
-            if not self._scheduler.clear_idle():
+            if not self._scheduler.clear_idle(batch.group):
                 break
             freed += before - sum(len(slot.tokens) for slot in self._scheduler.slots)
         if freed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,27 +29,42 @@ class Output:
 
 @dataclass(slots=True)
 class Done:
-    """A computed batch."""
+    """A computed batch, or one that was in flight when `error` happened."""
 
     batch: Batch
     outputs: list[Output]
     elapsed_s: float
+    error: BatchError | None = None
 
 
 class Runner(Protocol):
-    """Computes batches in the order they are submitted. Used by the engine thread only."""
+    """Computes batches, one at a time in each of its contexts. Used by the engine thread only."""
 
     n_batch: int
     n_ubatch: int
+    n_contexts: int
 
-    def has_room(self) -> bool:
-        """Whether another batch may be submitted before one is collected."""
+    @property
+    def n_in_flight(self) -> int:
+        """Batches and jobs submitted and not collected."""
+
+    def is_free(self, context: int) -> bool:
+        """Whether nothing is in flight in a context, so that it takes a batch and its memory may be changed."""
 
     def submit(self, batch: Batch) -> None:
-        """Hand a batch to the library. Raises KVFull or BatchError; then nothing of it is in flight."""
+        """Hand a batch to the context `batch.group`. May raise KVFull or BatchError; then nothing of it is in flight."""
+
+    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
+        """Do something else with free contexts; `finished(result, error)` is called while collecting."""
+
+    def settle(self) -> None:
+        """Wait until no context computes. What is in flight stays to be collected."""
 
     def collect(self) -> Done | None:
-        """Wait for the oldest batch and sample it; None when nothing is in flight."""
+        """Wait for whatever ends first and sample it. None when nothing is in flight, a job ended or `wake` was called."""
+
+    def wake(self) -> None:
+        """End a `collect` that waits. Any thread may call it."""
 
     def abort(self) -> None:
         """Make a decode that is running end as soon as it can, and every later one too. Any thread may call it."""
@@ -62,10 +78,24 @@ _MESSAGES = {ABORTED: "the computation was aborted", -1: "Invalid input batch."}
 
 
 class ModelRunner:
-    """One context. llama_decode returns at once on a GPU and blocks on a CPU; sampling waits for the logits."""
+    """One context, on the thread that calls. llama_decode returns at once on a GPU and blocks on a CPU; sampling waits for
+    the logits. `first_seq_id` is the id of a slot that the context itself calls 0.
+    """
 
-    def __init__(self, llama: Any, mg: Any, context: Any, n_batch: int, n_ubatch: int, n_outputs_max: int) -> None:
-        self._llama, self._mg, self.context = llama, mg, context
+    n_contexts = 1
+
+    def __init__(
+        self,
+        llama: Any,
+        mg: Any,
+        context: Any,
+        n_batch: int,
+        n_ubatch: int,
+        n_outputs_max: int,
+        first_seq_id: int = 0,
+    ) -> None:
+        self._llama, self._mg, self._first = llama, mg, first_seq_id
+        self.context = context
         mg.lib.mg_abort_install(ffi.cast("void *", context))
         mg.lib.mg_abort_set(0)  # an engine before this one may have been aborted when it was through already
         self.n_batch, self.n_ubatch = n_batch, n_ubatch
@@ -91,22 +121,35 @@ class ModelRunner:
         batch.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         return batch
 
-    def has_room(self) -> bool:
+    @property
+    def n_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def is_free(self, context: int) -> bool:
         return not self._in_flight
 
+    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
+        finished(job(), None)
+
+    def settle(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
     def submit(self, batch: Batch) -> None:
-        n = 0
+        n, first = 0, self._first
         token, pos, seq_id, logits = self._token, self._pos, self._seq_id, self._logits
         for row in batch.rows:
             size = len(row.tokens)
             end = n + size
             if size == 1:
                 token[n], pos[n] = row.tokens[0], row.pos0
-                seq_id[n], logits[n] = row.sequence.slot.seq_id, row.n_logits
+                seq_id[n], logits[n] = row.sequence.slot.seq_id - first, row.n_logits
             else:
                 token[n:end] = row.tokens
                 pos[n:end] = range(row.pos0, row.pos0 + size) if size < 64 else np.arange(row.pos0, row.pos0 + size)
-                seq_id[n:end] = row.sequence.slot.seq_id
+                seq_id[n:end] = row.sequence.slot.seq_id - first
                 logits[n:end] = 0
                 if row.n_logits:
                     logits[end - row.n_logits : end] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from llamamg.admission import Admission, Waiting
@@ -15,6 +16,8 @@ from llamamg.draft import Rollback, begin_row
 from llamamg.hookcalls import HookCalls
 from llamamg.hooks import Hook
 from llamamg.kvcache import KVCache
+from llamamg.layout import Layout
+from llamamg.moves import Moves, Runs
 from llamamg.request import Event, Failed, FinishReason, Request, Started
 from llamamg.runner import Done
 from llamamg.sequence import Sequence, SequenceState
@@ -27,6 +30,12 @@ class Watcher(Protocol):
 
     def began(self, sequence: Sequence) -> None: ...
     def released(self, sequence: Sequence, reason: FinishReason) -> None: ...
+
+
+class Flying(Runs, Protocol):
+    """What is needed of the runner."""
+
+    def is_free(self, context: int) -> bool: ...
 
 
 class Scheduler:
@@ -45,7 +54,10 @@ class Scheduler:
         checkpoints: CheckpointPolicy,
         arranger: Arranger,
         stats: Stats,
+        runner: Flying,
+        layout: Layout,
         *,
+        n_prompt_local: int,
         n_batch: int,
         n_ubatch: int,
         n_draft_max: int,
@@ -53,13 +65,19 @@ class Scheduler:
     ) -> None:
         self.slots, self.stats = slots, stats
         self.outbox: list[tuple[int, Event]] = completion.outbox
-        self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow())
+        self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow(), groups=layout.groups)
         self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
         self._checkpoints, self._arranger, self._quarantine = checkpoints, arranger, quarantine
         self._n_batch = n_batch
         self._n_draft_max, self._rollback = n_draft_max, Rollback(kv)
         self._running: dict[int, Sequence] = {}
-        self._busy_changed = False
+        self._runner, self._layout = runner, layout
+        self.moves = Moves(
+            slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note_change
+        )
+        self._changed: set[int] = set()  # contexts whose set of busy slots is another one
+        self._unbalanced = False
+        self._leaving: list[Sequence] = []  # ended while a batch of theirs was in flight
         self.watcher: Watcher | None = None
 
     # -- requests
@@ -93,11 +111,15 @@ class Scheduler:
         self._rollback.forget(sequence)
         if self._calls.hooks.slot_released:
             self._calls.each("slot_released", slot, sequence, reason)
-        self._completion.closed(sequence)
+        if self._runner.is_free(slot.context):
+            self._completion.closed(sequence)
+        else:
+            self._leaving.append(sequence)  # its sampler may be at work
         slot.last = self._completion.view(slot)
         slot.sequence = None
         slot.t_last_used = time.perf_counter()
-        self._busy_changed = True
+        self._note_change(slot)
+        self.moves.leave(slot)
 
     def clear(self, slot: Slot) -> None:
         """Empty an idle slot."""
@@ -109,9 +131,9 @@ class Scheduler:
         """Remove what a failed batch left of a row in the cache; False when the sequence cannot be cut there."""
         return self._rollback.take_back(row)
 
-    def clear_idle(self) -> bool:
-        """Give up the cached tokens of the idle slot unused for the longest time; False when none has any."""
-        idle = [slot for slot in self.slots if not slot.busy and len(slot.tokens)]
+    def clear_idle(self, context: int) -> bool:
+        """Give up the cached tokens of the idle slot of a context unused for the longest time; False when none has any."""
+        idle = [slot for slot in self.slots if not slot.busy and len(slot.tokens) and slot.context == context]
         if idle:
             self.clear(min(idle, key=lambda slot: slot.t_last_used))
         return bool(idle)
@@ -145,23 +167,29 @@ class Scheduler:
 
     # -- steps
 
-    def plan(self) -> Plan:
-        """Admit what fits and choose this step's rows."""
+    def plan(self, free: Seq[int] = (0,)) -> Plan:
+        """Admit what fits and choose this step's rows: one batch for each of the contexts that are free."""
         state = self._refresh()
-        if self._busy_changed and self._calls.hooks.arrange_slots:
-            self._arranger.arrange(state)
-            for sequences in (state.decoding, state.prefilling):
-                sequences.sort(key=_by_seq_id)  # the moves changed their ids
-        self._busy_changed = False
+        if self._changed:
+            self._arrange(state, free)
         if self._admission.queue:
-            self._admit(state)
+            self._admit(state, free)
             state = self._refresh()
-        batch = Batch()
-        self._add_decodes(state, batch)
-        if state.prefilling:
-            self._add_prefills(state, batch)
-        plan = Plan([batch] if batch.rows else [])
-        if batch.rows and self._calls.hooks.plan_step:
+        if self.moves.wanted:
+            free = self.moves.start(free)
+        plan = Plan()
+        for context in free:
+            if self._layout.n_contexts > 1:
+                self._show(state, (context,))
+            batch = Batch(group=context)
+            self._add_decodes(state, batch)
+            if state.prefilling:
+                self._add_prefills(state, batch)
+            if batch.rows:
+                plan.batches.append(batch)
+        if plan.batches and self._calls.hooks.plan_step:
+            if self._layout.n_contexts > 1:
+                self._show(state, free)
             self._let_plugins_rearrange(state, plan)
         return plan
 
@@ -170,7 +198,8 @@ class Scheduler:
         stats, now = self.stats, time.perf_counter()
         stats.n_decode += 1
         stats.n_busy_sum += len(self._running)
-        self._arranger.give_back()
+        self.returned(done.batch)
+        self._arranger.give_back(done.batch.group)
         for row in done.batch.rows:
             if row.is_prompt and row.sequence.state is SequenceState.PREFILL:
                 self._completion.prompt_advanced(row, now)
@@ -189,10 +218,83 @@ class Scheduler:
             reason = self._completion.tokens(sequence, output, now, self.state.itl)
             if reason is not None:
                 self.release(sequence, reason)
+            elif output.row.is_prompt:
+                self.moves.leave(sequence.slot)
         if self._calls.hooks.step_done and done.outputs:
             self._calls.each("step_done", self.state, done.outputs)
 
+    def returned(self, batch: Batch) -> None:
+        """A batch is not in flight any more: close those of its context that ended meanwhile."""
+        if self._leaving:
+            gone = [sequence for sequence in self._leaving if self._runner.is_free(sequence.slot.context)]
+            self._leaving = [sequence for sequence in self._leaving if sequence not in gone]
+            for sequence in gone:
+                self._completion.closed(sequence)
+
+    def close(self) -> None:
+        """Nothing is in flight and nothing will be."""
+        for sequence in self._leaving:
+            self._completion.closed(sequence)
+        self._leaving = []
+
     # -- inside a step
+
+    def _note_change(self, slot: Slot) -> None:
+        self._changed.add(slot.group)
+        self._unbalanced = True
+
+    def _arrange(self, state: StepState, free: Seq[int]) -> None:
+        """Let plugins move sequences, between contexts and within each."""
+        hooks = self._calls.hooks
+        if self._unbalanced and hooks.balance_groups and self._layout.n_contexts > 1:
+            self._balance(state)
+        self._unbalanced = False
+        if not hooks.arrange_slots:
+            self._changed.clear()
+            return
+        for context in self._changed.intersection(free):
+            if self._layout.n_contexts > 1:
+                if self.moves.involved(context):
+                    continue  # asked again when they are through
+                self._show(state, (context,))
+                state.slots = [slot for slot in self.slots if slot.context == context]
+            self._changed.discard(context)
+            self._arranger.arrange(state)
+            state.slots = self.slots
+            for sequences in (state.decoding, state.prefilling):
+                sequences.sort(key=_by_seq_id)  # the moves changed their ids
+
+    def _balance(self, state: StepState) -> None:
+        movable = {
+            slot.seq_id: slot
+            for slot in self.slots
+            if not slot.moving and slot.seq_id == slot.home and self._arranger.is_settled(slot.context)
+        }
+
+        def complaint(moves: list[tuple[int, int]]) -> str | None:
+            named = [id_ for move in moves for id_ in move]
+            if len(set(named)) != len(named):
+                return "an id is named twice"
+            return next((text for move in moves if (text := self._why_not(*move))), None)
+
+        for source, target in self._calls.first("balance_groups", state, check=complaint) or ():
+            if source in movable and target in movable:
+                self.moves.request(source, target)
+
+    def _why_not(self, source: int, target: int) -> str | None:
+        at = {slot.home: slot for slot in self.slots}
+        if source not in at or target not in at or at[source].sequence is None or at[target].sequence is not None:
+            return f"cannot move sequence {source} to {target}: the first must be busy and the second idle"
+        if at[source].group == at[target].group:
+            return f"sequences {source} and {target} are in the same group"
+        return None
+
+    def _show(self, state: StepState, contexts: Seq[int]) -> None:
+        """Reduce the lists of `state` to what may be computed in these contexts."""
+        running = sorted(self._running.values(), key=_by_seq_id)
+        ready = [s for s in running if s.slot.context in contexts and not s.slot.moving]
+        state.decoding = [s for s in ready if s.state is SequenceState.DECODE]
+        state.prefilling = [s for s in ready if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
 
     def _refresh(self) -> StepState:
         state = self.state
@@ -203,12 +305,13 @@ class Scheduler:
         state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
         state.waiting = self.waiting_requests() if self._admission.queue else []
         state.step += 1
+        state.n_users = len(running)
         self.stats.n_requests_processing = len(running)
         self.stats.n_requests_deferred = len(state.waiting)
         return state
 
-    def _admit(self, state: StepState) -> None:
-        begun, refused = self._admission.admit(state)
+    def _admit(self, state: StepState, free: Seq[int]) -> None:
+        begun, refused = self._admission.admit(state, free)
         for waiting, failed in refused:
             self.outbox.append((waiting.request.id, failed))
             self._drop(waiting)
@@ -216,14 +319,16 @@ class Scheduler:
             self._running[sequence.request.id] = sequence
             if self.watcher is not None:
                 self.watcher.began(sequence)
-            self._busy_changed = True
+            self._note_change(sequence.slot)
             self.stats.n_prompt_cached += sequence.n_past
             self.outbox.append((sequence.request.id, Started(sequence.slot.id, sequence.n_past)))
             if sequence.n_prompt == 0:
                 self._completion.finish(sequence, FinishReason.LIMIT)
                 self.release(sequence, FinishReason.LIMIT)
-            elif sequence.request.return_progress:
+                continue
+            if sequence.request.return_progress:
                 self._completion.progress(sequence)
+            self.moves.begin(sequence)
 
     def _add_decodes(self, state: StepState, batch: Batch) -> None:
         limit = self._draft_limit(state)

@@ -71,8 +71,10 @@ class Inquiry:
 class Computes(Protocol):
     """What is needed of the runner."""
 
-    context: Any
     n_ubatch: int
+
+    @property
+    def context(self) -> Any: ...
 
 
 class Shadow:
@@ -186,7 +188,7 @@ class Shadow:
     def _start(self, job: Job, cut: int, plugin: str | None = None) -> None:
         self._kv.remove(self.seq_id, -1, -1)
         context, n_vocab = self._runner.context, self._vocab.n_vocab
-        alone = Alone(self._llama, context, self.seq_id, job.prompt, job.given, n_vocab)
+        alone = Alone(self._llama, context, self._kv.local(self.seq_id), job.prompt, job.given, n_vocab)
         self._run = Run(job, alone, cut, plugin)
 
     def _begin_again(self) -> None:

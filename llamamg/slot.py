@@ -24,20 +24,31 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """`id` is what clients see; `seq_id` is where it lies in the KV cache and changes when a plugin moves it."""
+    """`id` is what clients see; `seq_id` is where it lies in the KV cache and changes when it is moved.
+
+    `home` is the id it has in its group; only while its prompt is computed in another context it lies elsewhere.
+    """
 
     id: int
     seq_id: int
+    home: int = -1  # made equal to seq_id at first
+    context: int = 0  # of seq_id
+    group: int = 0  # the context of home
+    moving: bool = False  # on its way to another context, or waiting for that: nobody may use it
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     sequence: Sequence | None = None
     t_last_used: float = -1.0  # seconds, perf_counter clock; -1: never
     last: SlotView | None = None  # what the last sequence left behind, for /slots
 
+    def __post_init__(self) -> None:
+        if self.home < 0:
+            self.home, self.group = self.seq_id, self.context
+
     @property
     def busy(self) -> bool:
-        """Whether a sequence runs in it."""
-        return self.sequence is not None
+        """Whether a sequence runs in it, or it is being moved."""
+        return self.sequence is not None or self.moving
 
 
 @dataclass(slots=True)

@@ -71,6 +71,7 @@ class Stats:
     n_requests_deferred: int = 0
     n_kv_retries: int = 0
     n_moves: int = 0
+    n_hand_overs: int = 0  # moves between contexts
     n_moves_dropped: int = 0  # moves that cost an idle slot its cached prompt
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     queue: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))  # from arrival into a slot

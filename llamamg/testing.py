@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from llamamg.batch import Batch
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.errors import BatchError
+from llamamg.handover import HandoverError
 from llamamg.kvcache import ON_DEVICE, KVCache, Removal
+from llamamg.layout import Layout, layout_of, one_context
 from llamamg.loading import assemble
 from llamamg.model import ModelInfo
 from llamamg.plugins import PluginSet
@@ -69,8 +70,21 @@ class FakeVocabulary(Vocabulary):
 class FakeKV(KVCache):
     """Sequence memory as sets of positions, with the rules of a plain, or of a hybrid, cache. Misuse is an AssertionError."""
 
-    def __init__(self, n_seq: int, *, hybrid: bool = False, n_rs_seq: int = 0, snapshots: bool = True) -> None:
-        self.held: dict[int, list[int]] = {i: [] for i in range(n_seq)}
+    def __init__(
+        self,
+        n_seq: int,
+        *,
+        hybrid: bool = False,
+        n_rs_seq: int = 0,
+        snapshots: bool = True,
+        layout: Layout | None = None,
+    ) -> None:
+        self.layout = layout or one_context(n_seq)
+        n_ids = self.layout.prefill.stop or n_seq
+        self.held: dict[int, list[int]] = {i: [] for i in range(n_ids)}
+        self.transfers: list[tuple[int, int]] = []
+        self.fail_transfer: Callable[[int, int], bool] = lambda source, target: False
+        self.computing: set[int] = set()  # contexts that are in flight: nobody may touch their memory
         self.n_swa, self.n_rs_seq, self.can_shift = 0, n_rs_seq, not hybrid
         self.removal = Removal.PART if not hybrid else Removal.BOUNDED if n_rs_seq else Removal.FULL
         self.copies: list[tuple[int, int]] = []
@@ -84,7 +98,12 @@ class FakeKV(KVCache):
         )
         self.held[seq_id].extend(tokens)
 
+    def _touch(self, seq_id: int) -> None:
+        context = self.layout.context(seq_id)
+        assert context not in self.computing, f"context {context} computes and its sequence {seq_id} is touched"
+
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
+        self._touch(seq_id)
         n = len(self.held[seq_id])
         begin, end = max(p0, 0), n if p1 < 0 else min(p1, n)
         if self.removal is not Removal.PART and 0 < begin < n - self.n_rs_seq:
@@ -93,6 +112,8 @@ class FakeKV(KVCache):
         return True
 
     def copy(self, source: int, target: int) -> None:
+        self._touch(source)
+        assert self.layout.context(source) == self.layout.context(target)
         self.held[target] = list(self.held[source])
         self.copies.append((source, target))
 
@@ -100,6 +121,7 @@ class FakeKV(KVCache):
         assert self.can_shift
 
     def pos_min(self, seq_id: int) -> int:
+        self._touch(seq_id)
         n = len(self.held[seq_id])
         return n - 1 if self.removal is not Removal.PART or n == 0 else 0
 
@@ -111,6 +133,7 @@ class FakeKV(KVCache):
             tokens.clear()
 
     def save(self, seq_id: int, flags: int = 1) -> NDArray[np.uint8] | None:
+        self._touch(seq_id)
         if flags & ON_DEVICE and not self.can_snapshot:
             return None
         return np.array(self.held[seq_id], np.int32).view(np.uint8)
@@ -119,8 +142,20 @@ class FakeKV(KVCache):
         return 4 * len(self.held[seq_id])
 
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = 1) -> bool:
+        self._touch(seq_id)
         self.held[seq_id] = data.view(np.int32).tolist()
         return True
+
+    def transfer(self, source: int, target: int, swap_bytes_max: int = 0) -> bool:
+        """As ContextsKV's."""
+        assert self.layout.context(source) != self.layout.context(target)
+        if self.fail_transfer(source, target):
+            self.held[target] = []
+            raise HandoverError("told to fail")
+        self.transfers.append((source, target))
+        swap = 0 < 4 * len(self.held[target]) <= swap_bytes_max
+        self.held[source], self.held[target] = (self.held[target] if swap else []), self.held[source]
+        return swap
 
 
 @dataclass(slots=True)
@@ -137,27 +172,73 @@ class FakeRunner(Runner):
     fail: Callable[[Batch], BatchError | None] = lambda batch: None
     closed: bool = False
     aborted: bool = False
-    _in_flight: deque[Batch] = field(default_factory=deque)
+    pick: Callable[[int], int] = lambda n: 0  # which of n flights ends first
+    n_most: int = 0  # flights at once, so far
+    _in_flight: list[Any] = field(default_factory=list)
 
-    def has_room(self) -> bool:
-        return not self._in_flight
+    @property
+    def n_contexts(self) -> int:  # type: ignore[override]
+        return self.kv.layout.n_contexts
+
+    @property
+    def n_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def is_free(self, context: int) -> bool:
+        return context not in self.kv.computing
+
+    def _fly(self, contexts: tuple[int, ...], flight: Any) -> None:
+        for context in contexts:
+            assert context not in self.kv.computing, f"context {context} gets a second flight"
+            self.kv.computing.add(context)
+        self._in_flight.append((contexts, flight))
+        self.n_most = max(self.n_most, len(self._in_flight))
+
+    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
+        self._fly(contexts, (job, finished))
+
+    def settle(self) -> None:
+        """Nothing runs on threads."""
+
+    def wake(self) -> None:
+        """Nobody waits."""
 
     def submit(self, batch: Batch) -> None:
         assert batch.rows
         assert batch.n_tokens <= self.n_batch
+        for row in batch.rows:
+            assert self.kv.layout.context(row.sequence.slot.seq_id) == batch.group == row.sequence.slot.context
         error = self.fail(batch)
-        if error is not None:
+        if error is not None and self.n_contexts == 1:
             raise error
+        if error is not None:
+            self._fly((batch.group,), Done(batch, [], 0.001, error))
+            return
         for row in batch.rows:
             self.kv.put(row.sequence.slot.seq_id, row.pos0, [int(t) for t in row.tokens])
         self.batches.append([(row.sequence.slot.seq_id, row.pos0, len(row), row.n_logits) for row in batch.rows])
-        self._in_flight.append(batch)
+        self._fly((batch.group,), batch)
 
     def collect(self) -> Done | None:
         if not self._in_flight:
             return None
-        batch = self._in_flight.popleft()
+        contexts, flight = self._in_flight.pop(self.pick(len(self._in_flight)))
+        self.kv.computing.difference_update(contexts)
+        if isinstance(flight, Done):
+            return flight
+        if isinstance(flight, tuple):
+            self._job(*flight)
+            return None
+        batch: Batch = flight
         return Done(batch, [self._output(row) for row in batch.rows if row.n_logits], 0.001)
+
+    def _job(self, job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
+        try:
+            result = job()
+        except HandoverError as error:
+            finished(None, error)
+        else:
+            finished(result, None)
 
     def _output(self, row: Any) -> Output:
         held = self.kv.held[row.sequence.slot.seq_id]
@@ -193,22 +274,35 @@ def fake_engine(
     config: Config | None = None,
     n_batch: int = 64,
     n_ubatch: int = 16,
+    n_groups: int = 1,
+    n_prefill_slots: int = 0,
 ) -> tuple[Engine, FakeRunner, list[tuple[int, Event]]]:
     """An engine whose thread is not started (call `engine.step()`), its runner, and the list its events go to."""
     config = config or Config(ModelConfig(Path("fake.gguf")), plugins=PluginsConfig(none=True))
-    context: ContextConfig = replace(config.context, n_parallel=n_slots)
+    context: ContextConfig = replace(
+        config.context, n_parallel=n_slots, n_groups=n_groups, n_prefill_slots=n_prefill_slots
+    )
     config = replace(config, context=context)
     if plugins is None:
         plugins = PluginSet.discover(config.plugins)
         config = plugins.configure(config, [])
-    kv = FakeKV(n_slots, hybrid=hybrid, n_rs_seq=n_rs_seq, snapshots=snapshots)
+    layout = layout_of(config.context)
+    kv = FakeKV(n_slots, hybrid=hybrid, n_rs_seq=n_rs_seq, snapshots=snapshots, layout=layout)
     runner = FakeRunner(kv, next_token, n_batch, n_ubatch)
 
     def new_sampler(request: Request) -> Any:
         return FakeSampler(request.sampling)
 
     engine = assemble(
-        config, plugins, runner, kv, FakeVocabulary(), model_info(), n_ctx_slot=n_ctx_slot, new_sampler=new_sampler
+        config,
+        plugins,
+        runner,
+        kv,
+        FakeVocabulary(),
+        model_info(),
+        n_ctx_slot=n_ctx_slot,
+        new_sampler=new_sampler,
+        layout=layout,
     )
     events: list[tuple[int, Event]] = []
     engine.deliver = events.extend

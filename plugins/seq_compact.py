@@ -45,18 +45,19 @@ class SeqCompact:
     @hookimpl
     def arrange_slots(self, state: StepState) -> list[tuple[int, int]] | None:
         """The fewest moves that leave the busy ids without a gap."""
-        moves = compact([slot.seq_id for slot in state.slots if slot.busy], len(state.slots))
+        ids = [slot.seq_id for slot in state.slots]
+        moves = compact([slot.seq_id for slot in state.slots if slot.busy], ids)
         self.effect += len(moves)
         return moves or None
 
     @hookimpl
     def select_slot(self, request: Request, slots: Seq[Slot]) -> Slot | None:
         """A slot beside the busy ones, for a request that no idle slot holds a useful prefix of."""
-        busy = {slot.seq_id for slot in slots if slot.busy}
-        beside = [s for s in slots if not s.busy and (s.seq_id - 1 in busy or s.seq_id + 1 in busy)]
+        busy = {(slot.group, slot.home) for slot in slots if slot.busy}
+        beside = [s for s in slots if not s.busy and ((s.group, s.home - 1) in busy or (s.group, s.home + 1) in busy)]
         if not beside or self._has_prefix(request, slots):
             return None
-        return min(beside, key=lambda slot: (slot.t_last_used, slot.seq_id))
+        return min(beside, key=lambda slot: (slot.t_last_used, slot.home))
 
     def _has_prefix(self, request: Request, slots: Seq[Slot]) -> bool:
         if not request.cache_prompt:
@@ -65,10 +66,16 @@ class SeqCompact:
         return any(slot.tokens.common_prefix(request.prompt) > useful for slot in slots if not slot.busy)
 
 
-def compact(busy: Seq[int], n_ids: int) -> list[tuple[int, int]]:
-    """The fewest moves (from, to) that put the `busy` of `n_ids` ids on consecutive ones; of equals, the lowest."""
-    taken = set(busy)
+def compact(busy: Seq[int], ids: Seq[int]) -> list[tuple[int, int]]:
+    """The fewest moves (from, to) that put the `busy` of `ids` on consecutive ones; of equals, the lowest.
+
+    None where `ids` has gaps so that no place is long enough.
+    """
+    taken, there = set(busy), set(ids)
     n = len(taken)
-    start = min(range(n_ids - n + 1), key=lambda first: sum(not first <= id_ < first + n for id_ in taken))
+    starts = [first for first in sorted(there) if there.issuperset(range(first, first + n))]
+    if not starts or not n:
+        return []
+    start = min(starts, key=lambda first: sum(not first <= id_ < first + n for id_ in taken))
     window = range(start, start + n)
     return list(zip(sorted(taken.difference(window)), sorted(set(window) - taken), strict=True))

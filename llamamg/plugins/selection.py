@@ -9,7 +9,7 @@ from llamamg.config import PluginsConfig
 from llamamg.plugins.declaration import PluginDeclaration, PluginError
 from llamamg.plugins.discovery import Found
 
-PLANNED = frozenset({"spec", "decode-groups", "async-cache", "qsa"})  # plugins of this project that other versions ship
+PLANNED = frozenset({"spec", "async-cache"})  # plugins of this project that other versions ship
 
 
 @dataclass(slots=True)

@@ -118,7 +118,11 @@ ENVIRONMENT = {
 
 def test_production_command_parses_fully(start: Any) -> None:
     config = start(*PRODUCTION.split(), "--ignore-missing-plugins", env=ENVIRONMENT)
-    assert [note.split()[0] for note in start.notes] == ["LLAMA_QSA_BIAS_DEVICE", "LLAMA_KQ_MASK_DEVICE"]
+    assert [note.split()[0] for note in start.notes] == [
+        "GGML_CUDA_GRAPHS_FORCE",
+        "LLAMA_QSA_BIAS_DEVICE",
+        "LLAMA_KQ_MASK_DEVICE",
+    ]
     assert (config.model.n_gpu_layers, config.model.split_mode) == (99, "layer")
     assert config.model.override_tensor == ((r"per_layer_token_embd\.weight", "CPU"),)
     assert config.model.tensor_split == (0.85, 1, 1, 1, 1, 1)
@@ -131,7 +135,7 @@ def test_production_command_parses_fully(start: Any) -> None:
         "prefill-gate": {"max-partial": "2"},
         "async-cache": {"ram": "81920"},
         "spec": {"type": "ngram-map-k4v", "max-users": "2"},
-        "decode-groups": {"groups": "5", "pipeline": "1", "cuda-graphs": "1"},
+        "decode-groups": {"groups": "5", "pipeline": "1"},
     }
 
 
@@ -139,7 +143,6 @@ def test_production_command_parses_fully(start: Any) -> None:
     ("line", "env", "words"),
     [
         ("--cache-ram 81920", {}, "--cache-ram needs the plugin async-cache"),
-        ("", {"LLAMA_SERVER_GROUPS": "5"}, "LLAMA_SERVER_GROUPS needs the plugin decode-groups"),
         ("--plugin-option mine.x=1", {}, "mine needs the plugin mine"),
     ],
 )
@@ -151,9 +154,4 @@ def test_option_of_a_missing_plugin_stops(line: str, env: dict[str, str], words:
 
 
 def test_what_asks_for_nothing_of_a_missing_plugin_is_fine(start: Any) -> None:
-    env = {
-        "LLAMA_SERVER_GROUPS": "1",
-        "LLAMA_DECODE_PIPELINE": "0",
-        "GGML_CUDA_GRAPHS_FORCE": "0",
-    }
-    assert start("--cache-ram", "0", "--no-cache-idle-slots", env=env).plugins.options == {}
+    assert start("--cache-ram", "0", "--no-cache-idle-slots").plugins.options == {}

@@ -54,7 +54,8 @@ def test_raising(with_plugins: Callable[..., Any], hook: str) -> None:
     classes = [plugin_with(hook, function)]
     if hook in ("draft_verified", "spec_limit"):
         classes.append(plugin_with("draft", lambda self, sequence, limit: [sequence.last_token + 1], "drafter"))
-    engine, runner, events = with_plugins(*classes, n_draft_max=2)
+    n_groups = 2 if hook in ("batches_in_flight", "balance_groups") else 1
+    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups)
     fail_once = hook == "batch_failed"
     assert serve(engine, runner, events, fail_once=fail_once) == serve(*fake_engine(2), fail_once=fail_once)
     assert called == [1]
@@ -109,6 +110,11 @@ def test_a_plan_that_is_wrong_is_put_back(with_plugins: Callable[..., Any], mist
         ("select_slot", "not a slot"),
         ("arrange_slots", [(0, 0)]),
         ("arrange_slots", 5),
+        ("batches_in_flight", 0),
+        ("batches_in_flight", "many"),
+        ("balance_groups", [(0, 0)]),
+        ("balance_groups", [(1, 0)]),
+        ("balance_groups", 5),
         ("find_prefix", "not a hit"),
     ],
 )
@@ -116,7 +122,8 @@ def test_answers_that_make_no_sense(with_plugins: Callable[..., Any], hook: str,
     classes = [plugin_with(hook, lambda self: answer)]
     if hook == "spec_limit":
         classes.append(plugin_with("draft", lambda self: [], "drafter"))
-    engine, runner, events = with_plugins(*classes, n_draft_max=2)
+    n_groups = 2 if hook in ("batches_in_flight", "balance_groups") else 1
+    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups)
     assert serve(engine, runner, events, fail_once=False) == serve(*fake_engine(2), fail_once=False)
     assert "broken" not in engine.plugins.enabled()
 

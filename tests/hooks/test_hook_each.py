@@ -176,6 +176,14 @@ def test_hook_request_finished(make: Any) -> None:
     check_all(make, "request_finished", "request", "timings")
 
 
+def test_hook_batches_in_flight(make: Any) -> None:
+    check_first(make, "batches_in_flight", 2, "state")
+
+
+def test_hook_balance_groups(make: Any) -> None:
+    check_first(make, "balance_groups", [(4, 1)], "state")
+
+
 def test_hook_arrange_slots(make: Any) -> None:
     check_first(make, "arrange_slots", [(4, 1)], "state")
 

@@ -1,0 +1,82 @@
+"""The contexts of one loaded model: one, or one for each decode group and one for prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llamamg import handover
+from llamamg.config import Config
+from llamamg.errors import LoadError
+from llamamg.kvcache import KVCache
+from llamamg.kvcache_contexts import ContextsKV
+from llamamg.layout import Layout, layout_of
+from llamamg.library import Library
+from llamamg.model import ModelInfo, is_unified, n_spare, new_context
+from llamamg.runner import ModelRunner
+from llamamg.runner_pool import ContextPool
+from llamamg.vocab import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """What an engine computes with."""
+
+    layout: Layout
+    runner: ModelRunner | ContextPool
+    kv: KVCache
+
+    @property
+    def pointers(self) -> list[Any]:
+        """Each llama_context."""
+        runners = self.runner.runners if isinstance(self.runner, ContextPool) else (self.runner,)
+        return [runner.context for runner in runners]
+
+
+def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Vocabulary) -> Contexts:
+    """Make the contexts that the configuration asks for. Raises LoadError with a sentence."""
+    c = config.context
+    layout = layout_of(c, n_spare(config))
+    if layout.n_contexts > 1 and is_unified(c):
+        raise LoadError(
+            "several contexts need a KV cache of their own for each slot: give --parallel N, not --kv-unified"
+        )
+    runners, parts = [], []
+    for context in range(layout.n_contexts):
+        runner, kv = _one(lib, handle, config, model, layout, context)
+        if c.warmup:
+            _warm_up(lib.llama, runner.context, vocab, kv)
+        runners.append(runner)
+        parts.append(kv)
+    if layout.n_contexts == 1:
+        return Contexts(layout, runners[0], parts[0])
+    pool = ContextPool(runners, c.stall_s)
+    return Contexts(layout, pool, ContextsKV(parts, layout, handover.best(lib.mg), pool.settle_one))
+
+
+def _one(
+    lib: Library, handle: Any, config: Config, model: ModelInfo, layout: Layout, context: int
+) -> tuple[ModelRunner, KVCache]:
+    llama, c = lib.llama, config.context
+    is_decode_only = bool(layout.prefill) and context < len(layout.groups)
+    n_seq = layout.n_seq(context)
+    # One step of a group must fit, drafts included.
+    n_ubatch = max(c.n_ubatch_decode, n_seq * (1 + c.n_draft_max)) if is_decode_only and c.n_ubatch_decode else 0
+    pointer = new_context(lib, handle, config, n_seq, min(n_ubatch, c.n_ubatch))
+    kv = KVCache(
+        llama, pointer, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
+    )
+    n_outputs = c.n_outputs_max or n_seq * (1 + c.n_draft_max)
+    sizes = llama.llama_n_batch(pointer), llama.llama_n_ubatch(pointer)
+    return ModelRunner(llama, lib.mg, pointer, *sizes, n_outputs, layout.first(context)), kv
+
+
+def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:
+    """One decode of a couple of tokens: memory is touched and kernels are loaded before the first request."""
+    llama.llama_set_warmup(context, True)
+    tokens = [token for token in (vocab.bos, vocab.eos) if token >= 0] or [0]
+    array = (llama.llama_token * len(tokens))(*tokens)
+    llama.llama_decode(context, llama.llama_batch_get_one(array, len(tokens)))
+    kv.clear()
+    llama.llama_synchronize(context)
+    llama.llama_set_warmup(context, False)

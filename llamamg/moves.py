@@ -1,0 +1,183 @@
+"""Sequences that change their context: prompts on their way to where they are computed and back, and moves between groups.
+
+A move takes both contexts to itself, so it waits until neither has a batch in flight, and runs on a context's thread while
+the other contexts go on. The slot counts as busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llamamg.arrange import SWAP_BYTES_MAX
+from llamamg.kvcache import KVCache
+from llamamg.layout import Layout
+from llamamg.request import Failed
+from llamamg.sequence import Sequence, SequenceState
+from llamamg.slot import Slot
+from llamamg.stats import Stats
+
+log = logging.getLogger(__name__)
+
+
+class Runs(Protocol):
+    """What is needed of the runner."""
+
+    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """`slot` goes to the id `target`; `other`, idle, is there and goes the other way."""
+
+    slot: Slot
+    target: int
+    other: Slot | None = None
+
+
+class Moves:
+    """Decides when prompts go where, and performs moves. All of it on the engine thread but the copying."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        kv: KVCache,
+        layout: Layout,
+        runner: Runs,
+        stats: Stats,
+        *,
+        n_prompt_local: int,
+        fail: Callable[[Sequence, Failed], None],
+        moved: Callable[[Slot], None],
+    ) -> None:
+        self._slots, self._kv, self._layout, self._runner, self._stats = slots, kv, layout, runner, stats
+        self._n_prompt_local, self._fail, self._moved = n_prompt_local, fail, moved
+        self._waiting: deque[Move] = deque()  # for their contexts
+        self._for_prefill: deque[Sequence] = deque()  # for an id of the prefill context
+        self._free_prefill = list(reversed(layout.prefill))
+        self._prefill_context = len(layout.groups)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything waits to be moved."""
+        return bool(self._waiting or self._for_prefill)
+
+    def involved(self, context: int) -> bool:
+        """Whether anything in this context is being moved or waits for that."""
+        return any(slot.moving and context in (slot.context, slot.group) for slot in self._slots)
+
+    # -- prompts
+
+    def begin(self, sequence: Sequence) -> None:
+        """A sequence got its slot: if much of its prompt is left, it is computed in the prefill context."""
+        if self._layout.prefill and sequence.n_prompt_left > self._n_prompt_local:
+            sequence.slot.moving = True
+            self._for_prefill.append(sequence)
+
+    def leave(self, slot: Slot) -> None:
+        """What `slot` holds needs the prefill context no longer: it goes home."""
+        if slot.context == self._prefill_context and not slot.moving:
+            slot.moving = True
+            self._waiting.append(Move(slot, slot.home))
+
+    def _admit(self) -> None:
+        while self._for_prefill and self._free_prefill:
+            sequence = self._for_prefill.popleft()
+            slot = sequence.slot
+            if sequence.state is SequenceState.FINISHED:
+                slot.moving = False
+                continue
+            target = self._free_prefill.pop()
+            if len(slot.tokens):
+                self._waiting.append(Move(slot, target))
+            else:
+                self._place(slot, target)
+                slot.moving = False
+
+    # -- between groups
+
+    def request(self, source: int, target: int) -> None:
+        """Move the busy sequence at one id to another one, which an idle slot has."""
+        slot, other = (next(s for s in self._slots if s.seq_id == id_) for id_ in (source, target))
+        slot.moving = other.moving = True
+        self._waiting.append(Move(slot, target, other))
+
+    # -- performing
+
+    def start(self, free: Seq[int]) -> tuple[int, ...]:
+        """Begin moves whose contexts are among the `free` ones; the contexts that are left for batches."""
+        if self._for_prefill:
+            self._admit()
+        if not self._waiting:
+            return tuple(free)
+        left, again = set(free), deque[Move]()
+        held: set[int] = set()
+        for move in self._waiting:
+            contexts = (move.slot.context, self._layout.context(move.target))
+            if left.issuperset(contexts):
+                left.difference_update(contexts)
+                self._begin(move, contexts)
+            else:
+                again.append(move)
+                held.update(contexts)
+        self._waiting = again
+        # A context that a move waits for gets no new batch, or the move might wait for ever.
+        return tuple(context for context in free if context in left - held)
+
+    def _begin(self, move: Move, contexts: tuple[int, int]) -> None:
+        source, target = move.slot.seq_id, move.target
+        swap = SWAP_BYTES_MAX if move.other is not None and len(move.other.tokens) else 0
+        transfer: Callable[[int, int, int], bool] = self._kv.transfer  # type: ignore[attr-defined]
+        self._runner.run(contexts, lambda: transfer(source, target, swap), lambda *ended: self._ended(move, *ended))
+
+    def _ended(self, move: Move, was_swapped: Any, error: BaseException | None) -> None:
+        slot, other = move.slot, move.other
+        if error is not None:
+            log.error("slot %d could not be moved to sequence %d: %s", slot.id, move.target, error)
+        else:
+            self._stats.n_hand_overs += 1
+        if other is None:
+            self._prompt_moved(slot, move.target, error)
+            return
+        slot.moving = other.moving = False
+        if not was_swapped:
+            self._stats.n_moves_dropped += len(other.tokens) > 0
+            other.tokens.keep(0)
+            other.checkpoints = []
+        if error is not None:
+            return
+        back = slot.seq_id
+        for moved, seq_id in ((slot, move.target), (other, back)):
+            moved.home, moved.group = seq_id, self._layout.context(seq_id)
+            self._place(moved, seq_id)
+            self._moved(moved)
+
+    def _prompt_moved(self, slot: Slot, target: int, error: BaseException | None) -> None:
+        was_prefill = slot.context == self._prefill_context
+        if error is not None:
+            self._give_up(slot, target, was_prefill)
+        else:
+            if was_prefill:
+                self._free_prefill.append(slot.seq_id)
+            self._place(slot, target)
+        slot.moving = False
+        if slot.sequence is None:
+            self.leave(slot)  # its request was cancelled on the way
+        self._moved(slot)
+
+    def _give_up(self, slot: Slot, target: int, was_prefill: bool) -> None:
+        """The slot cannot be had where it is needed: its request fails, and what it held is forgotten."""
+        if slot.sequence is not None:
+            self._fail(slot.sequence, Failed(500, "server_error", "a sequence could not be moved between contexts"))
+        self._kv.remove(slot.seq_id, -1, -1)
+        slot.tokens.keep(0)
+        slot.checkpoints = []
+        self._free_prefill.append(slot.seq_id if was_prefill else target)
+        self._place(slot, slot.home)
+
+    def _place(self, slot: Slot, seq_id: int) -> None:
+        slot.seq_id, slot.context = seq_id, self._layout.context(seq_id)

@@ -1,0 +1,50 @@
+"""A sequence's state, as libllama writes it for contexts of n sequences, made fit for contexts of another number.
+
+A KV cache with one stream per sequence is written as a count of streams, a count of cells for each stream, and the cells
+behind their count. Only one stream of a single sequence has any, so changing the number of streams is adding or taking away
+zeros on both sides of it. A reader puts the cells into the stream of the sequence it was asked for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+_WORD = 4
+_HEADER = 8  # a magic number and the sequence id it was saved from, which readers ignore
+
+
+class OddState(ValueError):
+    """The state does not look as described above."""
+
+
+def with_streams(state: Bytes, partial: Bytes, stream: int, n_from: int, n_to: int, *, partial_is_kv: bool) -> Bytes:
+    """`state` of the sequence in `stream` of `n_from`, for a context that has `n_to`.
+
+    `partial` is the same state with the flag PARTIAL_ONLY: the part in the middle that is a recurrent state, or, with
+    `partial_is_kv`, a cache of a sliding window. Raises OddState.
+    """
+    if n_from == n_to:
+        return state
+    head, state, partial = state[:_HEADER], state[_HEADER:], partial[_HEADER:]
+    if len(partial) == len(state):
+        return np.concatenate([head, _block(state, stream, n_from, n_to)])
+    at = state.tobytes().find(partial.tobytes())
+    if at < 0:
+        raise OddState("the partial state is no part of the whole state")
+    pieces = [state[:at], partial, state[at + len(partial) :]]
+    is_kv = (True, partial_is_kv, True)
+    made = [_block(p, stream, n_from, n_to) if kv and len(p) else p for p, kv in zip(pieces, is_kv, strict=True)]
+    return np.concatenate([head, *made])
+
+
+def _block(block: Bytes, stream: int, n_from: int, n_to: int) -> Bytes:
+    head, tail = _WORD * (1 + stream), _WORD * (n_from - 1 - stream)
+    if len(block) < head + _WORD + tail or int(block[:_WORD].view("<u4")[0]) != n_from:
+        raise OddState(f"a cache of {n_from} streams does not begin so")
+    end = len(block) - tail
+    if block[_WORD:head].any() or block[end:].any():
+        raise OddState("cells of other sequences are in it")
+    count = np.array([n_to], "<u4").view(np.uint8)
+    return np.concatenate([count, block[head:end], np.zeros(_WORD * (n_to - 1), np.uint8)])

@@ -1,0 +1,340 @@
+"""Several contexts of a real model under random arrivals, cancels and moves: the same bits as one call after the other,
+and the texts that each request has alone.
+
+LLAMAMG_STRESS_S=120 makes each round last so long.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamamg import contexts, handover, hookimpl, paths
+from llamamg import library as native_library
+from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.guard import Guard
+from llamamg.model import describe, load_model
+from llamamg.plugins import plugin
+from llamamg.replay import decode, read_logits
+from llamamg.replay_alone import Alone, other_cuts, still_there
+from llamamg.request import Finished, FinishReason
+from llamamg.testing import ask
+from llamamg.vocab import Vocabulary
+
+STRESS_S = float(os.environ.get("LLAMAMG_STRESS_S", "0"))
+N_SLOTS = 5
+OPTIONS: dict[str, Any] = {
+    "n_ctx": N_SLOTS * 512,
+    "n_parallel": N_SLOTS,
+    "n_threads": 1,
+    "n_batch": 128,
+    "n_ubatch": 64,
+}
+NEAR = 1.0  # nats; the text of another sequence is several behind
+MEMORY_CALLS = ("remove", "copy", "shift", "clear")
+
+
+def restless(rng: random.Random) -> type[Any]:
+    """A plugin that keeps every context busy and moves sequences between groups for no reason."""
+
+    @plugin(name="restless", summary="", helps="", hurts="", guard=Guard.same_tokens())
+    class Restless:
+        @hookimpl
+        def batches_in_flight(self) -> int:
+            return 9
+
+        @hookimpl
+        def balance_groups(self, state: Any) -> Any:
+            busy = [slot for slot in state.slots if slot.sequence is not None]
+            idle = [slot for slot in state.slots if slot.sequence is None]
+            if not busy or not idle:
+                return None
+            a, b = rng.choice(busy), rng.choice(idle)
+            return [(a.home, b.home)] if a.group != b.group else None
+
+    return Restless
+
+
+class Tape:
+    """Everything that happens to the contexts of an engine, in an order that one thread could have done it in."""
+
+    def __init__(self, engine: Any) -> None:
+        self.calls: list[list[Any]] = []
+        self.saved: list[Any] = []
+        self._inside = threading.local()
+        self._lock = threading.Lock()
+        pool, kv = engine.runner, engine.scheduler.kv
+        self._llama, self._n_vocab = native_library.load().llama, engine.vocab.n_vocab
+        for context, (runner, part) in enumerate(zip(pool.runners, kv._parts, strict=True)):
+            self._tap_runner(context, runner)
+            for name in MEMORY_CALLS:
+                self._tap(context, part, name)
+            self._tap_states(context, part)
+        self._tap_transfer(kv)
+
+    def _note(self, call: list[Any]) -> None:
+        if not getattr(self._inside, "transfer", False):
+            with self._lock:
+                self.calls.append(call)
+
+    def _tap(self, context: int, part: Any, name: str) -> None:
+        function = getattr(part, name)
+
+        def call(*args: int) -> Any:
+            self._note([name, context, *args])
+            return function(*args)
+
+        setattr(part, name, call)
+
+    def _tap_states(self, context: int, part: Any) -> None:
+        save, restore = part.save, part.restore
+
+        def saved(seq_id: int, flags: int = 1) -> Any:
+            data = save(seq_id, flags)
+            if data is not None and not getattr(self._inside, "transfer", False):
+                self.saved.append(data)
+                self._note(["save", context, seq_id, flags, id(data)])
+            return data
+
+        def restored(seq_id: int, data: Any, flags: int = 1) -> bool:
+            self._note(["restore", context, seq_id, flags, id(data)])
+            return bool(restore(seq_id, data, flags))
+
+        part.save, part.restore = saved, restored
+
+    def _tap_transfer(self, kv: Any) -> None:
+        transfer = kv.transfer
+
+        def transferred(source: int, target: int, swap_bytes_max: int = 0) -> bool:
+            self._note(["transfer", source, target, swap_bytes_max])
+            self._inside.transfer = True
+            try:
+                return bool(transfer(source, target, swap_bytes_max))
+            finally:
+                self._inside.transfer = False
+
+        kv.transfer = transferred
+
+    def _tap_runner(self, context: int, runner: Any) -> None:
+        submit, collect, last = runner.submit, runner.collect, []
+
+        def submitted(batch: Any) -> None:
+            first = runner._first
+            rows = [
+                [r.sequence.slot.seq_id - first, r.pos0, r.n_logits, [int(t) for t in r.tokens]] for r in batch.rows
+            ]
+            submit(batch)
+            last[:] = [["decode", context, rows, []]]
+            self._note(last[0])
+
+        def collected() -> Any:
+            rows = last[0][2]
+            last[0][3] += [
+                zlib.crc32(row.tobytes()) for row in read_logits(self._llama, runner.context, rows, self._n_vocab)
+            ]
+            return collect()
+
+        runner.submit, runner.collect = submitted, collected
+
+    def play(self, made: Any) -> Iterator[tuple[int, int]]:
+        """Repeat it in contexts of the same layout; checksums of each logits row then and now."""
+        kv, saved = made.kv, {}
+        for name, *args in self.calls:
+            if name == "transfer":
+                kv.transfer(*args)
+                continue
+            part = kv._parts[args[0]]
+            if name == "decode":
+                context = made.runner.runners[args[0]].context
+                decode(self._llama, context, args[1])
+                now = read_logits(self._llama, context, args[1], self._n_vocab)
+                yield from zip(args[2], (zlib.crc32(row.tobytes()) for row in now), strict=True)
+            elif name == "save":
+                saved[args[3]] = part.save(args[1], args[2])
+            elif name == "restore":
+                part.restore(args[1], saved[args[3]], args[2])
+            else:
+                getattr(part, name)(*args[1:])
+
+
+def random_requests(rng: random.Random, n: int) -> list[Any]:
+    stem = [rng.randrange(1000, 5000) for _ in range(200)]
+    return [
+        ask(
+            stem[: rng.choice((0, 40, 120, 180))] + [rng.randrange(1000, 5000) for _ in range(rng.randrange(3, 80))],
+            temperature=0.0,
+            ignore_eos=True,
+            n_predict=rng.choice((1, 6, 20, 40)),
+            return_tokens=True,
+        )
+        for _ in range(n)
+    ]
+
+
+def stress(live: Any, path: Path, seed: int, **options: Any) -> tuple[Any, Tape, list[Any], list[Any]]:
+    """Run a round: the engine, what was recorded, requests that were answered, and their answers."""
+    rng = random.Random(seed)
+    made = live(path, start=False, plugins=(restless(rng),), **OPTIONS, **options)
+    tape = Tape(made.engine)
+    made.engine.start()
+    requests: list[Any] = []
+    cancelled = set()
+    end = time.monotonic() + STRESS_S
+    while not requests or time.monotonic() < end:
+        for request in random_requests(rng, 16):
+            requests.append(request)
+            made.engine.submit(request)
+            time.sleep(rng.choice((0.0, 0.005, 0.05)))
+            if rng.random() < 0.15:
+                gone = rng.choice(requests)
+                made.engine.cancel(gone.id)
+                cancelled.add(gone.id)
+    kept = [request for request in requests if request.id not in cancelled]
+    answers = [made.last(request) for request in kept]
+    made.engine.call(lambda engine: None).result(30)
+    deadline = time.monotonic() + 30
+    while made.engine.runner.n_in_flight or made.engine.scheduler.moves.wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    slots = made.engine.slots
+    assert not any(slot.busy or slot.seq_id != slot.home for slot in slots)
+    assert sorted(slot.home for slot in slots) == list(range(N_SLOTS))
+    assert made.engine.error is None
+    assert not [view for view in made.engine.plugins.views() if view.quarantined]
+    for answer in answers:
+        assert isinstance(answer, Finished), answer
+        assert answer.reason is FinishReason.LIMIT
+    return made, tape, kept, answers
+
+
+def check_alone(path: Path, requests: list[Any], answers: list[Any]) -> tuple[int, int]:
+    """Each text, one request at a time in one context: positions compared and ties. Anything else fails.
+
+    A model may change its mind when a prompt is cut into other batches, so a miss is asked for again in other cuts.
+    """
+    lib = native_library.load()
+    model = load_model(lib, ModelConfig(path))
+    vocab = Vocabulary(lib.llama, model)
+    info = describe(lib, model, path, vocab.n_vocab, vocab.type, None)
+    config = Config(ModelConfig(path), ContextConfig(**OPTIONS | {"n_parallel": 1, "n_ctx": 512}, warmup=False))
+    made = contexts.make(lib, model, config, info, vocab)
+    n = n_ties = 0
+    missed = []
+    never = np.array(vocab.eog_tokens(), np.int32)
+
+    def differences(request: Any, answer: Any, cut: int) -> list[Any]:
+        made.kv.clear()
+        given = np.array(answer.tokens, np.int32)
+        one = Alone(lib.llama, made.runner.context, 0, request.prompt, given, vocab.n_vocab)
+        found = []
+        while one.n_left > 0:
+            found += [d for d in one.compare(cut, request.id, never) if d is not None]
+        return found
+
+    for request, answer in zip(requests, answers, strict=True):
+        found = differences(request, answer, 64)
+        left = [d for d in found if not d.tie]
+        for cut in other_cuts(len(request.prompt)):
+            if left:
+                left = still_there(left, differences(request, answer, cut))
+        n += len(answer.tokens)
+        n_ties += len(found) - len(left)
+        missed += left
+    made.runner.close()
+    lib.llama.llama_model_free(model)
+    assert [d for d in missed if d.behind > NEAR] == []
+    return n, n_ties + len(missed)
+
+
+LAYOUTS = [{"n_groups": 3, "n_prefill_slots": 0}, {"n_groups": 2, "n_prefill_slots": 2, "n_ubatch_decode": 8}]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=["groups", "groups and prompts"])
+@pytest.mark.parametrize("model", ["micro", "smol"])
+@pytest.mark.parametrize("way", ["best", "host"])
+def test_stress(
+    live: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    model: str,
+    way: str,
+) -> None:
+    lib = native_library.load()
+    if way == "best" and isinstance(handover.best(lib.mg), handover.ThroughHost):
+        pytest.skip("this library moves sequences through the host only")
+    if way == "host":
+        monkeypatch.setattr(handover, "best", lambda mg: handover.ThroughHost())
+    path = request.getfixturevalue(f"{model}_model")
+    made, tape, requests, answers = stress(live, path, seed=len(str(options)), **options)
+    n_moved, n_overlaps = made.engine.stats.n_hand_overs, sum(call[0] == "decode" for call in tape.calls)
+    assert n_moved >= 3
+    assert n_overlaps >= 20
+    config = made.engine.config
+    made.engine.stop(0.0)
+
+    handle = load_model(lib, config.model)
+    again = contexts.make(lib, handle, config, made.engine.model, made.engine.vocab)
+    pairs = list(tape.play(again))
+    again.runner.close()
+    lib.llama.llama_model_free(handle)
+    assert sum(then != now for then, now in pairs) == 0
+    assert len(pairs) >= sum(len(answer.tokens) for answer in answers)
+
+    n, n_ties = check_alone(path, requests, answers)
+    print(
+        f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {n} tokens of {len(answers)} texts, {n_ties} ties"
+    )
+    assert n_ties <= 0.05 * n, f"{n_ties} of {n} tokens"
+
+
+def test_stress_on_the_unpatched_library() -> None:
+    folder = paths.build("upstream") / "bin"
+    if not (folder / "libllamamg.so").is_file():
+        pytest.skip("the unpatched build is missing: run `llamamg build --upstream`")
+    if native_library.load().dir == folder.resolve():
+        pytest.skip("it is the one under test")
+    environment = {**os.environ, "LLAMAMG_BUILD": str(folder), "LLAMAMG_STRESS_S": "0"}
+    environment.pop("LLAMA_CPP_LIB_PATH", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "host and micro",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "2 passed" in done.stdout
+
+
+def test_stop_with_batches_in_flight(live: Callable[..., Any], micro_model: Path) -> None:
+    made = live(micro_model, plugins=(restless(random.Random(1)),), n_groups=3, **OPTIONS)
+    requests = random_requests(random.Random(2), 8)
+    for request in requests:
+        request.n_predict = 300
+        made.engine.submit(request)
+    made.wait(lambda: made.engine.stats.n_predicted > 10)
+    threads = [worker.thread for worker in made.engine.runner._workers]
+    made.engine.stop(0.0)
+    assert not made.engine.alive
+    assert made.engine.error is None
+    assert not any(thread.is_alive() for thread in threads)
+    for request in requests:
+        assert len([e for e in made.of(request) if type(e).__name__ in ("Finished", "Failed")]) == 1
