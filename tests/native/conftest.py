@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamamg import demo
+from llamamg import demo, paths
 from llamamg.abi import ffi
 from llamamg.library import Library
 
@@ -141,3 +144,25 @@ def queue(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         return tree, patches
 
     return write
+
+
+@pytest.fixture
+def rpc_server() -> Iterator[str]:
+    """The address of a stock server for one device of this machine."""
+    program = paths.home() / "upstream" / "build" / "bin" / "ggml-rpc-server"
+    if not program.is_file():
+        pytest.skip("no stock ggml-rpc-server was built (`llamamg build --upstream --server`)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()

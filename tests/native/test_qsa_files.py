@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from gguf import GGUFReader
 from qsa_context import Context, Counted, Model, qsa, tokens
 
-from llamamg import paths, synth
+from llamamg import synth
 from llamamg.config import ModelConfig
 from llamamg.errors import LoadError
 from llamamg.library import Library
@@ -142,28 +140,6 @@ for value in (1, 0):
 stats = lib.mg.qsa_stats()
 print(json.dumps([stats.n_native, stats.n_fallback, stats.reason, bool((rows[0] == rows[1]).all())]))
 """
-
-
-@pytest.fixture
-def rpc_server() -> Iterator[str]:
-    """The address of a stock server for one device of this machine."""
-    program = paths.home() / "upstream" / "build" / "bin" / "ggml-rpc-server"
-    if not program.is_file():
-        pytest.skip("no stock ggml-rpc-server was built (`llamamg build --upstream --server`)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def test_layers_on_a_stock_rpc_server_run_on_upstream(

@@ -1,0 +1,79 @@
+"""Two contexts on one rpc-server, for test_rpc.py: a process of its own, because a device once added stays.
+
+usage: rpc_contexts.py MODEL ENDPOINT decode|move      prints JSON
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from qsa_context import Context, Logits, Model, tokens
+
+from llamamg import library
+from llamamg.config import ModelConfig
+from llamamg.model import load_model
+
+N_STEP = 150
+N_PROMPT = 40
+
+
+def decode(context: Context, seed: int, pauses: bool) -> Logits:
+    """A prompt and single tokens; logits [N_STEP, n_vocab]."""
+    chance = random.Random(seed)
+    context.clear()
+    context.feed(tokens(N_PROMPT, seed))
+    rows = []
+    for i, token in enumerate(tokens(N_STEP, seed + 1)):
+        if pauses:
+            time.sleep(chance.random() * 2e-3)  # so that now one, now the other sends twice in a row
+        rows.append(context.feed([token], start=N_PROMPT + i))
+    return np.concatenate(rows)
+
+
+def both(model: Model) -> dict[str, int]:
+    """Steps of each context that differ when two threads decode at once."""
+    result: dict[str, Logits] = {}
+    with Context(model, n_ctx=256) as a, Context(model, n_ctx=256) as b:
+        alone = {"a": decode(a, 1, False), "b": decode(b, 2, False)}
+
+        def run(name: str, context: Context, seed: int) -> None:
+            result[name] = decode(context, seed, True)
+
+        threads = [threading.Thread(target=run, args=args) for args in (("a", a, 1), ("b", b, 2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return {name: int((alone[name] != result[name]).any(axis=1).sum()) for name in alone}
+
+
+def move(model: Model) -> dict[str, bool]:
+    """Whether a sequence moved and copied between contexts on the server continues with the same bits."""
+    mg = model.library.mg
+    with Context(model, n_seq=2) as a, Context(model, n_seq=2, n_ctx=256) as b:
+        a.feed(tokens(100), seq=0)
+        a.feed(tokens(100), seq=1)
+        mg.copy_sequence(a.pointer, 1, b.pointer, 1)
+        mg.move_sequence(a.pointer, 1, b.pointer, 0)
+        rows = [context.feed([5], seq=seq, start=100) for context, seq in ((a, 0), (b, 0), (b, 1))]
+    return {"move": bool((rows[0] == rows[1]).all()), "copy": bool((rows[0] == rows[2]).all())}
+
+
+def main() -> None:
+    path, endpoint, what = sys.argv[1:]
+    lib = library.load()
+    model = Model.__new__(Model)
+    model.library, model.llama = lib, lib.llama
+    model.pointer = load_model(lib, ModelConfig(Path(path), rpc=(endpoint,), n_gpu_layers="all"))
+    model.n_vocab = lib.llama.llama_vocab_n_tokens(lib.llama.llama_model_get_vocab(model.pointer))
+    print(json.dumps(both(model) if what == "decode" else move(model)))
+
+
+if __name__ == "__main__":
+    main()
