@@ -220,19 +220,27 @@ def mixed(s: Setting) -> Row:
     return Row("mixed", argv, 110 * s.sizes.minutes + 40, 40)
 
 
-def _soak(s: Setting, name: str, seconds: float) -> Row:
+def _soak(s: Setting, name: str, seconds: float, *more: str) -> Row:
     n_prompt, n_predict = s.sizes.soak
     side = _auto(s) if has_plugin() else _off(s)
     argv = bench(
         "soak", "--side", side, "--seconds", f"{seconds:.0f}", "--sessions", "5", "--prompt", str(n_prompt), "--n-predict",
         str(n_predict), "--results", str(s.results), "-m", str(s.model), *s.flags, "--ctx-checkpoints", "2",
     )  # fmt: skip
-    return Row(name, argv, seconds + 90, min(seconds, 30) + 25)
+    return Row(name, (*argv, *more), seconds + 90, min(seconds, 30) + 25)
 
 
 def equality(s: Setting) -> Row:
-    """Five sessions at once against each of them alone."""
-    return _soak(s, "equality", 0)
+    """Five sessions at once against each of them alone, three times; how many change without groups is the measure."""
+    return _soak(s, "equality", 0, "--bursts", "3", "--control", _off(s))
+
+
+def check(s: Setting) -> Row:
+    """The plugin's promise, on recorded batches."""
+    if not has_plugin():
+        raise Left(f"the plugin {PLUGIN} is not in this copy")
+    argv = bench("check", "--plugin", PLUGIN, "--results", str(s.results), "-m", str(s.model), *s.flags)
+    return Row("check", argv, 120, 40)
 
 
 def soak(s: Setting) -> Row:
@@ -248,6 +256,7 @@ ROWS: dict[str, Callable[[Setting], Row]] = {
     "pipeline": pipeline,
     "ideal": ideal,
     "equality": equality,
+    "check": check,
     "p2p": p2p,
     "mixed": mixed,
     "doctor-p2p": doctor_p2p,
@@ -279,7 +288,7 @@ def summary(folder: Path) -> dict[str, Any]:
         return {"rows": [{key: row[key] for key in kept} for row in found["rows"]]}
     if (folder / "result.json").is_file():
         rows = json.loads((folder / "result.json").read_text()).get("rows", [])
-        kept = ("side", "n_decoders", "n_prompts", "median", "status", "groups", "tps")
+        kept = ("plugin", "side", "n_decoders", "n_prompts", "median", "status", "reason", "same_batches", "alone")
         return {"rows": [{key: row[key] for key in kept if key in row} for row in rows]}
     return {}
 

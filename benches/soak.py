@@ -2,7 +2,8 @@
 
 First all sessions at once, then clients that come, leave early and come back. Afterwards every slot must be idle, memory
 must be what it was early on, and answers are asked again with nothing else running. Where the tokens part, the answer alone
-says how near the other token was, computed in up to three ways: a near tie in one of them is counted, anything else fails.
+says how near the other token was, computed in up to three ways: a near tie in one of them is counted, anything else fails,
+unless a control changes as many answers by itself: random weights amplify what other batch shapes round differently.
 Exit status 1: something of this failed.
 """
 
@@ -14,7 +15,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ NAME = "soak"
 HELP = "random arrivals and cancels for minutes: errors, leaks, and whether answers are as when alone"
 SERVE_FLAGS = True
 N_PROBS = 20  # candidates looked at where an answer differs
+CONTROL_SPARE = 0.1  # part of the answers that may change beyond the control's: it is small, and luck counts
 SPARE_MIB, SPARE_PART = 96.0, 0.05  # memory that may come: allocators keep some
 BAD_WORDS = ("Traceback (most recent call last)", "quarantine", "CUDA error", "GGML_ASSERT")
 
@@ -63,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="answers of the soak that are asked again alone (default 12)",
     )
+    add("--bursts", type=int, default=1, metavar="N", help="how often all sessions ask at once before that (default 1)")
+    add(
+        "--control",
+        metavar="SIDE",
+        help="the same bursts on this side too: how often answers change there by themselves",
+    )
     add("--side", default="ours", metavar="SIDE", help="the server, as in `llamamg bench grid` (default ours)")
     add("--seed", type=int, default=1, metavar="S", help="of everything that is drawn (default 1)")
     add("--llama-server", type=Path, metavar="FILE", help="unpatched llama-server (default: the built one)")
@@ -71,10 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Soak, keep, print."""
-    for name, least in (("seconds", 0), ("sessions", 1), ("prompt", 8), ("n_predict", 1), ("sample", 0)):
+    for name, least in (("seconds", 0), ("sessions", 1), ("bursts", 1), ("prompt", 8), ("n_predict", 1), ("sample", 0)):
         if getattr(args, name) < least:
             raise BenchError(f"--{name.replace('_', '-')} must be at least {least}")
-    (side,) = grid_sides.parse([args.side], args.llama_server)
+    side, *others = grid_sides.parse([args.side, *([args.control] if args.control else [])], args.llama_server)
     models, given = take_models(args.flags)
     if len(models) > 1:
         raise BenchError("give one model")
@@ -86,11 +94,15 @@ def run(args: argparse.Namespace) -> int:
             grid_sides.check_room(server, args.sessions, args.prompt + args.n_predict)
             found = soak(server, nvml, sizes, args)
             log = server.process.log_tail(4 << 20) if server.process else ""
+        for control in others:
+            with control.server(model, flags) as server:
+                found["equal"]["control"] = again(server, burst(server, sizes, args).kept, "control")
         found["bad_words_in_log"] = [word for word in BAD_WORDS if word in log]
         found["failures"] = failures(found)
         result = {
             "bench": NAME,
             "side": side.json(flags),
+            "control": [control.json(flags) for control in others],
             "sizes": {"n_prompt": args.prompt, "n_predict": args.n_predict, "seconds": args.seconds},
             **found,
             "record": record.everything(model=record.model(model)),
@@ -103,18 +115,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found["failures"] else 0
 
 
-def soak(server: Server, nvml: Nvml, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """All at once, then coming and going, then alone."""
-    ids, rnd = Prompts(args.seed, n_vocab(server)), random.Random(args.seed)
+def drawn(server: Server, args: argparse.Namespace, rnd: random.Random) -> Callable[[int], list[int]]:
+    """Prompts of so many tokens; the same ones for the same state of `rnd`."""
+    ids = Prompts(args.seed, n_vocab(server))
 
     def prompt(n: int) -> list[int]:
         made = ids.make(rnd.randrange(1 << 30), n, 0)
         assert isinstance(made, list)
         return made
 
-    burst = Counts()
-    client.run_loop(lambda: _burst(server.url, args.sessions, prompt, sizes, burst))
-    wait_free(server)
+    return prompt
+
+
+def burst(server: Server, sizes: Sizes, args: argparse.Namespace) -> Counts:
+    """As many requests as there are slots, all at once, and again. The same ones on every server."""
+    counts, prompt = Counts(), drawn(server, args, random.Random(args.seed))
+    for _ in range(args.bursts):
+        client.run_loop(lambda: _burst(server.url, args.sessions, prompt, sizes, counts))
+        wait_free(server)
+    return counts
+
+
+def soak(server: Server, nvml: Nvml, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+    """All at once, then coming and going, then alone."""
+    rnd = random.Random(args.seed + 1)
+    prompt, together = drawn(server, args, rnd), burst(server, sizes, args)
     counts, memory, seconds = Counts(), [], 0.0
     if args.seconds > 0:
         n_clients = args.clients or 2 * args.sessions
@@ -126,11 +151,11 @@ def soak(server: Server, nvml: Nvml, sizes: Sizes, args: argparse.Namespace) -> 
         wait_free(server)
         memory.append(memory_mib(server, nvml))
     sample = rnd.sample(counts.kept, min(args.sample, len(counts.kept)))
-    every = {"burst": burst.kept, "soak": sample}
+    every = {"burst": together.kept, "soak": sample}
     equal = {name: again(server, kept, name) for name, kept in every.items() if kept}
     n_busy = sum(bool(slot.get("is_processing")) for slot in server.get("/slots"))
     return {
-        "burst": burst.json(), "soak": counts.json(), "soak_s": round(seconds, 1), "memory_mib": memory,
+        "burst": together.json(), "soak": counts.json(), "soak_s": round(seconds, 1), "memory_mib": memory,
         "equal": equal, "n_busy_slots": n_busy, "alive": server.process is None or server.process.alive(),
     }  # fmt: skip
 
@@ -234,10 +259,14 @@ def behind_by(answer: dict[str, Any], at: int, token: int) -> float:
 def failures(found: dict[str, Any]) -> list[str]:
     """What is wrong, a sentence each."""
     out = []
+    control = found["equal"].get("control", {})
+    by_itself = len(control.get("changed", ())) / max(1, control.get("n", 0))
     for name in ("burst", "soak"):
         if found[name]["n_errors"]:
             out.append(f"{name}: {found[name]['n_errors']} errors, the first: {found[name]['errors'][0]}")
-        if changed := found["equal"].get(name, {}).get("changed"):
+        equal = found["equal"].get(name, {})
+        changed = equal.get("changed", ())
+        if len(changed) > (by_itself + CONTROL_SPARE * bool(control)) * equal.get("n", 0):
             out.append(f"{name}: {len(changed)} answers differ from the same request alone, the first: {changed[0]}")
     if found["n_busy_slots"]:
         out.append(f"{found['n_busy_slots']} slots are still busy after everybody left")

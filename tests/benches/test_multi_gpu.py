@@ -85,7 +85,7 @@ def test_rows_are_named() -> None:
     with pytest.raises(BenchError, match="mixd"):
         multi_gpu_rows.parse("mixd")
     for name, make in multi_gpu_rows.ROWS.items():
-        if name not in ("groups", "groups-deep", "pipeline"):
+        if name not in ("groups", "groups-deep", "pipeline", "check"):
             row = make(setting())
             assert row.name == name
             assert row.least_s < row.limit_s
@@ -108,14 +108,14 @@ def test_the_ideal_of_groups(steps: dict[int, float], n_stages: int, best: tuple
 def test_a_row_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('begun', child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     begin = time.monotonic()
     status, output = multi_gpu.command([sys.executable, "-c", script], dict(os.environ), 2.0)
     assert status is None
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 300  # not the ten minutes it would take
     pid = int(output.split()[1])
     for _ in range(100):  # its parent is gone: whoever adopts it needs a moment
         state = Path(f"/proc/{pid}/stat")

@@ -62,7 +62,7 @@ def fine() -> dict[str, Any]:
     ("change", "word"),
     [
         ({"soak": Counts(errors=["boom"]).json()}, "boom"),
-        ({"equal": {"burst": {"changed": [{"at": 3}]}}}, "differ"),
+        ({"equal": {"burst": {"n": 9, "changed": [{"at": 3}]}}}, "differ"),
         ({"n_busy_slots": 1}, "busy"),
         ({"alive": False}, "ended"),
         ({"bad_words_in_log": ["quarantine"]}, "quarantine"),
@@ -76,15 +76,24 @@ def test_every_failure_is_said(change: dict[str, Any], word: str) -> None:
     assert word in sentence
 
 
+def test_a_control_says_how_many_change_by_themselves() -> None:
+    changed = {"n": 10, "changed": [{"at": 1}] * 3}
+    found = {**fine(), "equal": {"burst": changed, "control": {"n": 10, "changed": [{"at": 1}] * 2}}}
+    assert soak.failures(found) == []
+    found["equal"]["control"] = {"n": 10, "changed": [{"at": 1}]}
+    assert "differ" in soak.failures(found)[0]
+
+
 def test_a_soak_of_a_real_server(micro_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--seconds", "4", "--sessions", "2", "--prompt", "64", "--n-predict", "8", "--sample", "3", "--seed", "3"]
+    words += ["--bursts", "2", "--control", "plain:--enable none"]
     status = run_module(
         soak, [*words, "--results", str(tmp_path), "-m", str(micro_model), "-t", "1", "--enable", "none"], "soak"
     )
     assert status == 0, capfd.readouterr()
     (folder,) = tmp_path.glob("*/*-soak")
     result = json.loads((folder / "soak.json").read_text())
-    assert result["burst"]["n_finished"] == 2
+    assert result["burst"]["n_finished"] == result["equal"]["control"]["n"] == 4
     assert result["soak"]["n_finished"] > 3
     assert result["soak"]["n_cancelled"] > 0
     assert result["equal"]["soak"]["n"] == 3
