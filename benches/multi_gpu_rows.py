@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +193,7 @@ def pipeline(s: Setting) -> Row:
         raise Left("bench pipeline is not in this copy")
     words = shlex.split(os.environ.get("PIPELINE_ARGS", s.sizes.pipeline))
     peer = ["--env", "GGML_CUDA_P2P=1"] if s.devices and s.devices[0].startswith("CUDA") else []
-    remote = [word for flag, value in pairwise(s.flags) if flag == "--rpc" for word in (flag, value)]
-    argv = bench("pipeline", *words, *peer, *remote, "--results", str(s.results), "-m", str(s.model))
+    argv = bench("pipeline", *s.flags, *words, *peer, "--results", str(s.results), "-m", str(s.model))
     return Row("pipeline", argv, 220 * s.sizes.minutes, 60 * s.sizes.minutes)
 
 

@@ -1,4 +1,4 @@
-"""Prefill of one long prompt over all devices against one of them: `llamamg bench pipeline -m MODEL`.
+"""Prefill of one long prompt over all devices against one of them: `llamamg bench pipeline -m MODEL [flags of llamamg serve]`.
 
 Each build and each set of devices runs in a process of its own, one after the other. Rows: unpatched; ours on one device
 with every switch of the pipeline; ours on all devices with every switch, with none, and with all but one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -20,10 +21,12 @@ from llamamg import library, paths
 from . import pipeline_trace, program, record
 from .arguments import add_results
 from .errors import BenchError
+from .flags import config_of, model_path, take_models
 from .sides import Process
 
 NAME = "pipeline"
 HELP = "prefill of one long prompt on one device and on all of them, switch by switch"
+SERVE_FLAGS = True
 SWITCHES = ("stable-graph", "prefill-rebuild", "hop-once")
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 DRIVERS_QUEUES = {QUEUES: ""}  # empty: as the driver has them
@@ -32,7 +35,6 @@ DRIVERS_QUEUES = {QUEUES: ""}  # empty: as the driver has them
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the bench."""
     add = parser.add_argument
-    add("-m", "--model", type=Path, required=True, help="the model; its layers are split over the devices")
     add("--tokens", type=int, default=32768, help="length of the prompt (default %(default)s)")
     add("-b", "--batch", default="8192", help="tokens given to the library at once, a list (default %(default)s)")
     add("-ub", "--ubatch", default="512,1024,2048", help="tokens of a ubatch, a list (default %(default)s)")
@@ -46,10 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="one more row with this variable, e.g. GGML_CUDA_P2P=1; may be repeated",
     )
-    add("-ts", "--tensor-split", default="", help="shares of the devices, a list (default: by free memory)")
-    add("--rpc", default="", help="rpc-servers to use as devices, host:port,...")
-    add("-ctk", "--cache-type", default="q8_0", help="type of the K and V cache (default %(default)s)")
-    add("-t", "--threads", type=int, default=8, help="CPU threads (default %(default)s)")
     add("--no-upstream", dest="upstream", action="store_false", help="leave the unpatched build out")
     add("--trace", action="store_true", help="one more prefill per row with time stamps, kept with the results")
     add_results(parser)
@@ -105,10 +103,12 @@ def measure(side: dict[str, Any], args: argparse.Namespace, build: Path, kept: P
     traced = args.trace and side["side"] == "ours" and side["devices"] == "all"
     cells = [{**c, "trace": str(kept / f"trace-{i}.json") if traced else None} for i, c in enumerate(side["cells"])]
     order = {
-        "model": str(args.model), "devices": side["devices"], "n_tokens": args.tokens, "repeats": args.repeats,
-        "rpc": [p for p in args.rpc.split(",") if p], "tensor_split": [float(p) for p in args.tensor_split.split(",") if p],
-        "cache_type": args.cache_type, "threads": args.threads, "cells": cells,
-    }  # fmt: skip
+        "flags": args.flags,
+        "devices": side["devices"],
+        "n_tokens": args.tokens,
+        "repeats": args.repeats,
+        "cells": cells,
+    }
     argv = [sys.executable, "-m", f"{__package__}.pipeline_side", json.dumps(order)]
     process = Process(
         f"{side['side']} on {side['devices']}", argv, {**side["env"], "LLAMAMG_BUILD": str(build)}, piped=True
@@ -151,10 +151,19 @@ def builds(args: argparse.Namespace) -> dict[str, Path]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and keep the result; 0."""
-    if not args.model.is_file():
-        raise BenchError(f"no model at {args.model}: `llamamg synth --preset full --experts 64 FILE` writes one")
+    models, flags = take_models(args.flags)
+    if len(models) != 1:
+        raise BenchError("give one model with -m; `llamamg synth --preset full --experts 64 FILE` writes a large one")
+    path = model_path(models[0])
+    args.flags = ["-m", str(path), *flags]
+    config_of(args.flags)  # what is wrong with it is said before anything is started
     sides, folders = plan(args), builds(args)
-    result: dict[str, Any] = {"bench": NAME, "n_tokens": args.tokens, "cache_type": args.cache_type, "rows": []}
+    result: dict[str, Any] = {
+        "bench": NAME,
+        "n_tokens": args.tokens,
+        "flags": record.without_paths(args.flags),
+        "rows": [],
+    }
     with record.ResultFolder(NAME, args.results) as folder:
         for number, side in enumerate(sides):
             kept = folder.path / f"process-{number}"
@@ -162,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
             result["rows"] += measure(side, args, folders[side["side"]], kept)
             if not any(kept.iterdir()):
                 kept.rmdir()
-        model = record.model(args.model, "synthetic")
+        model = record.model(path, os.environ.get("LLAMAMG_SYNTHETIC"))
         result["record"] = record.everything(build=record.build(folders["ours"]), model=model)
         folder.write("pipeline.json", result)
         folder.text("table.md", table(result) + "\n")

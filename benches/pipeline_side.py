@@ -17,8 +17,12 @@ from typing import Any
 import numpy as np
 
 from llamamg import library
-from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.config import Config, ModelConfig, PluginsConfig
+from llamamg.devices import split
 from llamamg.model import load_model, new_context
+from llamamg.modelfile import open_model
+
+from .flags import config_of
 
 COUNTS = ("ubatch", "reused", "rebuilt", "realloc")
 
@@ -70,15 +74,14 @@ class Prefill:
         self._llama.llama_free(self._context)
 
 
-def devices(lib: library.Library, order: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig for the devices asked for."""
-    rpc = tuple(order["rpc"])
-    if order["devices"] == "all":
-        return {"rpc": rpc, "tensor_split": tuple(order["tensor_split"])}
-    if rpc:
-        return {"rpc": rpc[:1]}
-    gpus = [device.name for device in lib.mg.devices() if device.type in ("gpu", "igpu")]
-    return {"devices": tuple(gpus[:1])} if gpus else {}
+def on_one(lib: library.Library, model: ModelConfig) -> ModelConfig:
+    """The same model on the first of its devices."""
+    if model.devices is None and not model.rpc:
+        gpus = [device.name for device in lib.mg.devices() if device.type in ("gpu", "igpu")]
+        return replace(model, devices=tuple(gpus[:1]) or None, tensor_split=())
+    if model.devices is not None:
+        return replace(model, devices=model.devices[:1], tensor_split=())
+    return replace(model, rpc=model.rpc[:1], tensor_split=())
 
 
 def known(lib: library.Library) -> set[str]:
@@ -126,13 +129,13 @@ def main() -> int:
     order = json.loads(sys.argv[1])
     try:
         lib = library.load()
-        fields = devices(lib, order)
+        config = config_of(order["flags"])
         n_ctx = -(-(order["n_tokens"] + 1) // 256) * 256
-        types = {"cache_type_k": order["cache_type"], "cache_type_v": order["cache_type"]}
-        context = ContextConfig(
-            n_ctx=n_ctx, n_parallel=1, kv_unified=False, flash_attn="on", n_threads=order["threads"], **types
-        )
-        config = Config(ModelConfig(Path(order["model"]), n_gpu_layers="all", **fields), context)
+        context = replace(config.context, n_ctx=n_ctx, n_parallel=1, kv_unified=False)
+        config = replace(config, context=context, plugins=PluginsConfig(none=True))
+        if order["devices"] == "one":
+            config = replace(config, model=on_one(lib, config.model))
+        config = split.resolve(lib, config, open_model(config.model.path), _note, pooled_keys=True)
         model = load_model(lib, config.model)
         _say({"devices": [device.name for device in lib.mg.devices()], "build": str(lib.dir)})
         for cell in order["cells"]:
@@ -142,6 +145,10 @@ def main() -> int:
         _say({"error": str(error) or type(error).__name__})
         return 1
     return 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _say(value: dict[str, Any]) -> None:

@@ -53,7 +53,24 @@ def test_every_switch_does_its_part_and_changes_no_bit(
 ) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
-    words = ["--tokens", "512", "-b", "512", "-ub", "64", "--repeats", "1", "-t", "1", "-ctk", "f16", "-ts", "1,4"]
+    words = [
+        "--tokens",
+        "512",
+        "-b",
+        "512",
+        "-ub",
+        "64",
+        "--repeats",
+        "1",
+        "-t",
+        "1",
+        "-ngl",
+        "all",
+        "-ts",
+        "1,4",
+        "-fa",
+        "on",
+    ]
     words += ["--no-upstream", "--trace"]  # -ts: the hop is in front of a plain layer
     assert run("-m", str(micro_model), "--rpc", two_devices, *words, "--results", str(tmp_path)) == 0
     (file,) = tmp_path.glob("*/*/pipeline.json")
@@ -111,12 +128,12 @@ def test_a_trace_is_summed_up() -> None:
         (["-b", "x"], "-b x: give positive numbers"),
         (["-b", "256", "-ub", "512"], "a ubatch is a part of a batch"),
         (["--env", "GGML_CUDA_P2P"], "give NAME=VALUE"),
+        (["--warp", "9"], "--warp"),
+        (["-m", "micro"], "give one model with -m"),
     ],
 )
 def test_nonsense_is_refused(words: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    model = tmp_path / "model.gguf"
-    model.write_bytes(b"GGUF")
-    assert run("-m", str(model), "--no-upstream", "--results", str(tmp_path / "r"), *words) == 1
+    assert run("-m", "micro", "--no-upstream", "--results", str(tmp_path / "r"), *words) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "r").exists()
 
@@ -125,5 +142,5 @@ def test_a_model_that_cannot_be_loaded(library: Library, tmp_path: Path, capsys:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     assert run("-m", str(broken), "--no-upstream", "--results", str(tmp_path / "r")) == 1
-    assert "could not load" in capsys.readouterr().err
-    assert not list((tmp_path / "r").glob("*/*"))
+    assert "broken.gguf" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
