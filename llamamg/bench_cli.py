@@ -20,6 +20,7 @@ MODULES = (
     "check",
     "kernels",
     "qsa_depth",
+    "spec",
     "pipeline",
     "report",
     "aa",

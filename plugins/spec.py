@@ -72,6 +72,7 @@ class Totals:
     n_accepted: int = 0
     n_again: int = 0  # accepted tokens that were computed twice, because a snapshot came back
     accepted_per_pos: list[int] = field(default_factory=list)
+    by_width: Counter[int] = field(default_factory=Counter)  # drafts
     n_lookups: int = 0
     lookup_s: float = 0.0
     verify_s: float = 0.0  # what steps with drafts took longer than those without
@@ -244,6 +245,7 @@ class Spec:
         """Count, and learn how often this sequence's drafts are right."""
         totals = self.totals
         totals.n_drafts += 1
+        totals.by_width[proposed] += 1
         totals.n_draft += proposed
         totals.n_accepted += accepted
         totals.accepted_per_pos.extend([0] * (accepted - len(totals.accepted_per_pos)))
@@ -319,6 +321,7 @@ class Spec:
             "accepted": t.n_accepted,
             "computed_again": t.n_again,
             "accepted_per_position": list(t.accepted_per_pos),
+            "drafts_by_width": {str(width): n for width, n in sorted(t.by_width.items())},
             "lookup_us": round(1e6 * t.lookup_s / t.n_lookups, 2) if t.n_lookups else 0.0,
             "lookup_s": round(t.lookup_s, 4),
             "verify_s": round(t.verify_s, 3),

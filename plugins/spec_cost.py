@@ -10,7 +10,8 @@ DECAY = 0.9  # weight of what is past, per round
 BLEND = 0.2  # weight of a new step time
 OUTLIER = 3.0  # a step that takes more than so many times the usual counts as so many times
 FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is known
-FORGET_STEPS = 2000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
+FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
+RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
 SAVED_MAX = 16.0  # steps' worth of credit a sequence can save up
 
 
@@ -140,6 +141,10 @@ class Account:
         p = min(self.rate(n_matched).p, 0.999)
         return p * (1 - p**width) / (1 - p)
 
+    def risks(self, n_matched: int, extra: float) -> bool:
+        """Whether a draft that makes the step `extra` longer stakes more than this sequence has."""
+        return self.credit < 0 or (1 - self.rate(n_matched).p) * extra > RISK + self.credit / 8
+
     def book(self, change: float) -> None:
         """Add to the credit, within its bound."""
         self.credit = min(SAVED_MAX, self.credit + change)
@@ -157,8 +162,8 @@ class Offer:
 def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float) -> tuple[list[int], str]:
     """Widths for this step, one per sequence, and why there are none: the most tokens per time nobody loses by.
 
-    A sequence that drafts must gain more than the step loses and must not be in debt; one that does not must have the
-    credit to wait that long. `margin` is the gain below which nothing is done.
+    A sequence that drafts must gain more than the step loses, and must not be in debt or stake more than it has; one that
+    does not must have the credit to wait that long. `margin` is the gain below which nothing is done.
     """
     n_users = len(offers)
     best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
@@ -185,9 +190,13 @@ def _who_gains(offers: Seq[Offer], widths: list[int], times: StepTimes) -> tuple
     while True:
         extra = times.ratio(len(offers), sum(widths)) - 1.0
         gains = [o.account.expected(o.n_matched, w) if w else 0.0 for o, w in zip(offers, widths, strict=True)]
-        losers = [i for i, w in enumerate(widths) if w and (gains[i] <= extra or offers[i].account.credit < 0)]
+        losers = [
+            i
+            for i, (offer, w) in enumerate(zip(offers, widths, strict=True))
+            if w and (gains[i] <= extra or offer.account.risks(offer.n_matched, extra))
+        ]
         if not losers:
             return gains, extra, reason
         worst = min(losers, key=lambda i: gains[i])
-        reason = "in debt" if gains[worst] > extra else "would not pay"
+        reason = "would not pay" if gains[worst] <= extra else "too risky"
         widths[worst] = 0

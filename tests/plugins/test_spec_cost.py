@@ -74,7 +74,16 @@ def test_a_cost_as_high_as_the_gain_is_not_paid() -> None:
 
 def test_who_is_in_debt_waits() -> None:
     flat = times(w1=0.011, w3=0.012, w7=0.013, w15=0.02, w31=0.04)
-    assert choose([Offer(sure(credit=-1.0), 40, LONG)], flat, 31, 0.03) == ([0], "in debt")
+    assert choose([Offer(sure(credit=-1.0), 40, LONG)], flat, 31, 0.03) == ([0], "too risky")
+
+
+def test_a_new_sequence_begins_with_short_drafts() -> None:
+    known = times(w1=0.015, w3=0.02, w7=0.0355, w15=0.06, w31=0.12)
+    new = Account()
+    assert widths([Offer(new, 40, LONG)], known) == [3]
+    for _ in range(10):
+        new.learn(LONG, 7, 7)
+    assert widths([Offer(new, 40, LONG)], known)[0] > 3
 
 
 def test_a_neighbour_waits_only_as_long_as_its_credit_lasts() -> None:

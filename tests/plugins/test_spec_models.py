@@ -223,4 +223,3 @@ def test_the_report_can_be_sent(serve: Callable[..., Served], smol_model: Path) 
     drafted = serve(smol_model, {"always": "off"})
     drafted.ask(PROMPT, 20)
     assert json.loads(json.dumps(drafted.report))["index_tokens"] > 60
-
