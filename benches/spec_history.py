@@ -20,9 +20,7 @@ def history(n_tokens: int) -> list[dict[str, Any]]:
     """For each kind: µs of a draft and of an update as the plugin makes them, behind `n_tokens` of which a third repeats."""
     random = np.random.default_rng(0)
     phrase = random.integers(0, N_VOCAB, 5000)
-    pieces = [
-        phrase if random.random() < 0.3 else random.integers(0, N_VOCAB, 5000) for _ in range(-(-n_tokens // 5000))
-    ]
+    pieces = [random.integers(0, N_VOCAB, 5000) if i % 3 else phrase for i in range(-(-n_tokens // 5000))]
     text = np.concatenate([*pieces, phrase[: N_MEASURED + 64]]).astype(np.int32)
     begin = len(text) - N_MEASURED
     declared = Options("spec")
