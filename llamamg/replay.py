@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from llamamg import library as native
 from llamamg.config import Config, ContextConfig, ModelConfig
+from llamamg.errors import LoadError
 from llamamg.kvcache import KVCache
 from llamamg.model import describe, load_model, new_context
 from llamamg.vocab import Vocabulary
@@ -79,6 +80,8 @@ def record(engine: Engine, watch: Callable[[Batch, Logits], None] = lambda batch
     `watch` gets each computed batch before it is sampled, with a copy of its logits.
     """
     config, runner, kv = engine.config, engine.runner, engine.scheduler.kv
+    if runner.n_contexts > 1:
+        raise LoadError("a recording is of one context: start with --disable decode-groups")
     recording = Recording(str(config.model.path), dataclasses.asdict(config.context))
     calls = recording.calls
     for name in MEMORY_CALLS:

@@ -295,6 +295,7 @@ class Scheduler:
         ready = [s for s in running if s.slot.context in contexts and not s.slot.moving]
         state.decoding = [s for s in ready if s.state is SequenceState.DECODE]
         state.prefilling = [s for s in ready if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
+        state.step += 1  # what a hook said for another context is not for this one
 
     def _refresh(self) -> StepState:
         state = self.state

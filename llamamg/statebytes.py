@@ -29,7 +29,7 @@ def with_streams(state: Bytes, partial: Bytes, stream: int, n_from: int, n_to: i
         return state
     head, state, partial = state[:_HEADER], state[_HEADER:], partial[_HEADER:]
     if len(partial) == len(state):
-        return np.concatenate([head, _block(state, stream, n_from, n_to)])
+        return np.concatenate([head, _block(state, stream, n_from, n_to) if partial_is_kv else state])
     at = state.tobytes().find(partial.tobytes())
     if at < 0:
         raise OddState("the partial state is no part of the whole state")

@@ -91,10 +91,18 @@ def live(library: native_library.Library) -> Iterator[Callable[..., Live]]:
     running: list[Live] = []
 
     def make(
-        path: Path, *, start: bool = True, plugins: tuple[type[Any], ...] = (), shift: bool = False, **options: Any
+        path: Path,
+        *,
+        start: bool = True,
+        plugins: tuple[type[Any], ...] = (),
+        shift: bool = False,
+        rpc: tuple[str, ...] = (),
+        guard_replay: int = 0,
+        **options: Any,
     ) -> Live:
         context = ContextConfig(**{"n_ctx": 1024, "n_parallel": 1, "n_threads": 1, "warmup": False} | options)
-        config = Config(ModelConfig(path), context, GenerationConfig(context_shift=shift))
+        wanted = PluginsConfig(guard_replay=guard_replay)
+        config = Config(ModelConfig(path, rpc=rpc), context, GenerationConfig(context_shift=shift), plugins=wanted)
         found = {c.declaration.name: Found(c.declaration.name, False, "a test", c, c.declaration) for c in plugins}
         made = Live(load(config, PluginSet(PluginsConfig(none=not found, enable=tuple(found)), found)))
         running.append(made)

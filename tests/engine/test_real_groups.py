@@ -6,8 +6,10 @@ LLAMAMG_STRESS_S=120 makes each round last so long.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +43,7 @@ OPTIONS: dict[str, Any] = {
     "n_batch": 128,
     "n_ubatch": 64,
 }
+RPC = tuple(os.environ.get("LLAMAMG_TEST_RPC", "").split(",")) if os.environ.get("LLAMAMG_TEST_RPC") else ()
 NEAR = 1.0  # nats; the text of another sequence is several behind
 MEMORY_CALLS = ("remove", "copy", "shift", "clear")
 
@@ -50,8 +53,12 @@ def restless(rng: random.Random) -> type[Any]:
 
     @plugin(name="restless", summary="", helps="", hurts="", guard=Guard.same_tokens())
     class Restless:
+        def __init__(self) -> None:
+            self.effect = 0
+
         @hookimpl
         def batches_in_flight(self) -> int:
+            self.effect += 1
             return 9
 
         @hookimpl
@@ -185,7 +192,7 @@ def random_requests(rng: random.Random, n: int) -> list[Any]:
 def stress(live: Any, path: Path, seed: int, **options: Any) -> tuple[Any, Tape, list[Any], list[Any]]:
     """Run a round: the engine, what was recorded, requests that were answered, and their answers."""
     rng = random.Random(seed)
-    made = live(path, start=False, plugins=(restless(rng),), **OPTIONS, **options)
+    made = live(path, start=False, plugins=(restless(rng),), rpc=RPC, **OPTIONS, **options)
     tape = Tape(made.engine)
     made.engine.start()
     requests: list[Any] = []
@@ -322,6 +329,62 @@ def test_stress_on_the_unpatched_library() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "2 passed" in done.stdout
+
+
+def test_stress_over_two_rpc_servers() -> None:
+    """In a process of its own: what is registered as a device stays one."""
+    program = paths.build("upstream") / "bin" / "ggml-rpc-server"
+    if not program.is_file():
+        pytest.skip("there is no rpc-server: run `llamamg build --upstream --server`")
+    ports = [free_port() for _ in range(2)]
+    servers = [
+        subprocess.Popen([program, "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for port in ports
+    ]
+    try:
+        for port in ports:
+            wait_for(port)
+        environment = {**os.environ, "LLAMAMG_TEST_RPC": ",".join(f"127.0.0.1:{port}" for port in ports)}
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", __file__]
+        command += ["-k", "test_stress and groups and not unpatched and not rpc"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+        assert "passed" in done.stdout
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the rpc-server does not listen")
+
+
+def test_replays_without_plugins_work_with_groups(live: Callable[..., Any], micro_model: Path) -> None:
+    """The sequence of idle replays lies in the first context, and its promise is kept by a plugin that overlaps batches."""
+    plugins = (restless(random.Random(3)),)
+    made = live(
+        micro_model, plugins=plugins, guard_replay=1, n_groups=2, n_prefill_slots=1, n_ubatch_decode=8, **OPTIONS
+    )
+    requests = random_requests(random.Random(5), 6)
+    made.ask(*requests)
+    assert made.engine.shadow is not None
+    deadline = time.monotonic() + 60
+    while made.engine.plugins.guard_counts("restless").n_replays + sum(made.engine.shadow.skipped.values()) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert made.engine.error is None
 
 
 def test_stop_with_batches_in_flight(live: Callable[..., Any], micro_model: Path) -> None:
