@@ -38,29 +38,29 @@ class Sizes:
 
 
 FULL = Sizes(
-    "5k,50k",
-    "4k,20k",
-    "4k",
-    "--tokens 16384 -b 8192 -ub 512 --repeats 2 -t 8",
-    "5k,20k",
-    "150k",
-    128,
-    (4000, 20_000, 3000),
-    (4000, 96),
-    1_310_720,
+    depths="5k,50k",
+    group_depths=("4k", "20k"),
+    ideal_depth="4k",
+    pipeline="--tokens 16384 -b 8192 -ub 512 --repeats 2 -t 8",
+    p2p_depths="5k,20k",
+    deep="150k",
+    n_predict=128,
+    mixed=(4000, 20_000, 3000),
+    soak=(4000, 96),
+    context=1_310_720,
 )
 TINY = Sizes(
-    "64,256",
-    "64",
-    "64",
-    "--tokens 512 -b 512 -ub 128 --repeats 1 -t 1",
-    "64,128",
-    "512",
-    16,
-    (32, 256, 6000),
-    (128, 16),
-    4096,
-    0.4,
+    depths="64,256",
+    group_depths=("64", "128"),
+    ideal_depth="64",
+    pipeline="--tokens 512 -b 512 -ub 128 --repeats 1 -t 1",
+    p2p_depths="64,128",
+    deep="512",
+    n_predict=16,
+    mixed=(32, 256, 6000),
+    soak=(128, 16),
+    context=4096,
+    minutes=0.4,
 )
 
 
@@ -103,8 +103,13 @@ def has_plugin() -> bool:
     return PLUGIN in discover()
 
 
-def _auto(s: Setting, more: str = "") -> str:
-    return f"auto:{s.ours} --enable {PLUGIN} {more}".strip()
+def _auto(s: Setting) -> str:
+    return f"auto:{s.ours} {_on(s)}".strip()
+
+
+def _on(s: Setting) -> str:
+    """Flags that switch groups on; one device has none by itself, so there two are asked for."""
+    return f"--enable {PLUGIN}" + ("" if len(s.devices) > 1 else f" --plugin-option {PLUGIN}.groups=2")
 
 
 def _off(s: Setting) -> str:
@@ -237,7 +242,8 @@ def check(s: Setting) -> Row:
     """The plugin's promise, on recorded batches."""
     if not has_plugin():
         raise Left(f"the plugin {PLUGIN} is not in this copy")
-    argv = bench("check", "--plugin", PLUGIN, "--results", str(s.results), "-m", str(s.model), *s.flags)
+    words = shlex.split(_on(s))[2:]
+    argv = bench("check", "--plugin", PLUGIN, "--results", str(s.results), "-m", str(s.model), *s.flags, *words)
     return Row("check", argv, 120, 40)
 
 
@@ -254,13 +260,13 @@ ROWS: dict[str, Callable[[Setting], Row]] = {
     "pipeline": pipeline,
     "ideal": ideal,
     "equality": equality,
-    "check": check,
     "p2p": p2p,
     "mixed": mixed,
     "doctor-p2p": doctor_p2p,
     "groups-deep": groups_deep,
     "soak": soak,
     "deep": deep,
+    "check": check,
 }
 
 
@@ -281,9 +287,9 @@ def summary(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / "soak.json").read_text())
         return {key: found[key] for key in ("burst", "soak", "equal", "failures", "memory_mib")}
     if (folder / "pipeline.json").is_file():
-        kept = ("side", "devices", "label", "n_batch", "n_ubatch", "rate")
         found = json.loads((folder / "pipeline.json").read_text())
-        return {"rows": [{key: row[key] for key in kept} for row in found["rows"]]}
+        shown = ("side", "devices", "label", "n_batch", "n_ubatch", "rate")
+        return {"rows": [{key: row[key] for key in shown} for row in found["rows"]]}
     if (folder / "result.json").is_file():
         rows = json.loads((folder / "result.json").read_text()).get("rows", [])
         kept = ("plugin", "side", "n_decoders", "n_prompts", "median", "status", "reason", "same_batches", "alone")

@@ -140,7 +140,8 @@ def soak(server: Server, nvml: Nvml, sizes: Sizes, args: argparse.Namespace) -> 
     """All at once, then coming and going, then alone."""
     rnd = random.Random(args.seed + 1)
     prompt, together = drawn(server, args, rnd), burst(server, sizes, args)
-    counts, memory, seconds = Counts(), [], 0.0
+    counts, seconds = Counts(), 0.0
+    memory: list[dict[str, Any]] = []
     if args.seconds > 0:
         n_clients = args.clients or 2 * args.sessions
         begin = time.monotonic()

@@ -43,12 +43,19 @@ def test_the_grid_compares_upstream_one_card_and_groups(has_plugin: bool) -> Non
     if has_plugin:
         assert sides["off2"].flags == ("--disable", "decode-groups")
         assert sides["auto"].flags == ("--enable", "decode-groups")
-    assert "one" not in sides_of(multi_gpu_rows.grid(setting(devices=())))
+    single = sides_of(multi_gpu_rows.grid(setting(devices=("CUDA0",))))
+    assert "one" not in single
+    if has_plugin:
+        assert single["auto"].flags[-1] == "decode-groups.groups=2", "one device has no groups by itself"
 
 
 def test_groups_up_to_twice_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: True)
     monkeypatch.delenv("GROUPS_ARGS", raising=False)
+    row = multi_gpu_rows.groups(setting())
+    assert row.argv[row.argv.index("--depths") + 1] == "4k"
+    row = multi_gpu_rows.groups_deep(setting())
+    assert row.argv[row.argv.index("--depths") + 1] == "20k"
     sides = sides_of(multi_gpu_rows.groups(setting()))
     assert list(sides) == ["g1", "g2", "g3", "g4", "g2ts"]
     assert sides["g3"].flags[-1] == "decode-groups.groups=3"
