@@ -108,6 +108,7 @@ class Spec:
         self._accounts: dict[int, Account] = {}  # request id
         self._found: dict[int, Found] = {}  # request id -> draft of this step
         self._guesses: dict[int, Guess] = {}  # request id
+        self._step_began = 0.0  # seconds, perf_counter clock; 0.0: its batch is done
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -159,7 +160,7 @@ class Spec:
     @hookimpl
     def spec_limit(self, state: StepState) -> int:
         """Look up a draft for every sequence, and choose together which are worth verifying."""
-        began = time.perf_counter()
+        began = self._step_began = time.perf_counter()
         self.times.step += 1
         self._found = {}
         decoding = state.decoding
@@ -279,6 +280,9 @@ class Spec:
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn what steps take, and book it to everybody who was in this one."""
         rows = batch.rows
+        if self._step_began:  # looking up, copying states and sampling belong to the step too
+            elapsed_s = max(elapsed_s, time.perf_counter() - self._step_began)
+            self._step_began = 0.0
         if any(row.is_prompt for row in rows):
             return
         n_users, n_draft = len(rows), sum(row.n_logits - 1 for row in rows)
