@@ -28,9 +28,9 @@ class Contexts:
 
     @property
     def pointers(self) -> list[Any]:
-        """Each llama_context."""
+        """Each llama_context that is not freed yet."""
         runners = self.runner.runners if isinstance(self.runner, ContextPool) else (self.runner,)
-        return [runner.context for runner in runners]
+        return [runner.context for runner in runners if runner.context]
 
 
 def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Vocabulary) -> Contexts:
