@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +73,34 @@ def smol_model() -> Path:
     from llamamg import demo
 
     return demo.demo_model()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="session")
+def two_rpc_devices() -> Iterator[str]:
+    """Endpoints of two rpc-servers on this machine, with a thread each. A process that uses them keeps them as devices."""
+    program = paths.build("upstream") / "bin" / "ggml-rpc-server"
+    if not program.is_file():
+        pytest.skip("no ggml-rpc-server: run `llamamg build --upstream --server`")
+    with contextlib.ExitStack() as stack:
+        holders = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for holder in holders:
+            holder.bind(("127.0.0.1", 0))
+        ports = [int(holder.getsockname()[1]) for holder in holders]
+    words = [str(program), "-H", "127.0.0.1", "-t", "1", "-p"]
+    servers = [subprocess.Popen([*words, str(port)], stdout=subprocess.DEVNULL) for port in ports]
+    try:
+        for _ in range(300):
+            if all(_answers(port) for port in ports):
+                break
+            assert all(server.poll() is None for server in servers), "an rpc-server ended at once"
+            time.sleep(0.1)
+        yield ",".join(f"127.0.0.1:{port}" for port in ports)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benches import pipeline, pipeline_trace, program, record
-from llamamg import paths
+from benches import pipeline, pipeline_trace, program
 from llamamg.library import Library
 
 
@@ -21,35 +16,8 @@ def run(*arguments: str) -> int:
     return program.run_module(pipeline, arguments, "llamamg bench pipeline")
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture(scope="module")
-def two_devices() -> Iterator[str]:
-    """Endpoints of two rpc-servers with a thread each."""
-    program_file = paths.build("upstream") / "bin" / "ggml-rpc-server"
-    if not program_file.is_file():
-        pytest.skip("no ggml-rpc-server: run `llamamg build --upstream --server`")
-    ports = [record.free_port(), record.free_port()]
-    words = [str(program_file), "-H", "127.0.0.1", "-t", "1", "-p"]
-    servers = [subprocess.Popen([*words, str(port)], stdout=subprocess.DEVNULL) for port in ports]
-    try:
-        for _ in range(300):
-            if all(answers(port) for port in ports):
-                break
-            assert all(server.poll() is None for server in servers), "an rpc-server ended at once"
-            time.sleep(0.1)
-        yield ",".join(f"127.0.0.1:{port}" for port in ports)
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
-
-
 def test_every_switch_does_its_part_and_changes_no_bit(
-    library: Library, micro_model: Path, two_devices: str, tmp_path: Path, capsys: Any
+    library: Library, micro_model: Path, two_rpc_devices: str, tmp_path: Path, capsys: Any
 ) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
@@ -72,7 +40,7 @@ def test_every_switch_does_its_part_and_changes_no_bit(
         "on",
     ]
     words += ["--no-upstream", "--trace"]  # -ts: the hop is in front of a plain layer
-    assert run("-m", str(micro_model), "--rpc", two_devices, *words, "--results", str(tmp_path)) == 0
+    assert run("-m", str(micro_model), "--rpc", two_rpc_devices, *words, "--results", str(tmp_path)) == 0
     (file,) = tmp_path.glob("*/*/pipeline.json")
     result = json.loads(file.read_text())
     assert pipeline.table(result) in capsys.readouterr().out
