@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.synthetic:
         env["LLAMAMG_SYNTHETIC"] = args.synthetic
     survey = results / "devices.json"
+    present = tuple(f"CUDA{i}" for i in range(len(record.machine()["gpus"])))  # should doctor fail
     n_failed = 0
     for name in names:
         if name in book.done:
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             setting = rows.Setting(
                 model_path(models[0]),
                 tuple(flags),
-                devices_of(survey),
+                devices_of(survey) or present,
                 rows.TINY if args.tiny else rows.FULL,
                 Path(scratch),
                 args.synthetic,

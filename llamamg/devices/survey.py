@@ -10,6 +10,7 @@ from typing import Any
 from llamamg.abi import Device
 from llamamg.config import Config, ModelConfig
 from llamamg.devices import hops, hops_cupy, order, profile, split, stages
+from llamamg.devices.ggml import DeviceError
 from llamamg.devices.hops import Hop
 from llamamg.devices.layers import items
 from llamamg.devices.speed import Speed
@@ -126,7 +127,10 @@ def _hops(library: Library, devices: Sequence[Device], told: Told) -> tuple[list
     found = []
     for a, b in hops.all_pairs(names):
         told(f"hop from {a} to {b}")
-        found.append(hops.measure(library.dir, a, b, remote=a in remote or b in remote))
+        try:
+            found.append(hops.measure(library.dir, a, b, remote=a in remote or b in remote))
+        except DeviceError as error:
+            return found, str(error)
     cupy, why = hops_cupy.available(names)
     if cupy is None:
         return found, why
@@ -187,7 +191,7 @@ def _order(
 ) -> dict[str, Any] | None:
     """The order to use, and how to ask for it."""
     names = [device.name for device in devices]
-    if len(names) < 2:
+    if len(names) < 2 or any(pair not in hop_of for pair in hops.all_pairs(names)):
         return None
     hop = [[hop_of[a, b].seconds(n_bytes) if a != b else 0.0 for b in names] for a in names]
 

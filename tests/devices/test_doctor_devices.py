@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from llamamg import doctor, paths
-from llamamg.devices import report
+from llamamg.devices import report, survey
+from llamamg.devices.ggml import DeviceError
 from llamamg.errors import LoadError
 from llamamg.library import Library
+
+from .fakes import gpu
 
 SERVER = paths.build("upstream") / "bin" / "ggml-rpc-server"
 
@@ -47,42 +50,54 @@ def found(path: Path, home: Path, *flags: str) -> tuple[dict[str, Any], str]:
     env = {**__import__("os").environ, "LLAMAMG_BUILD": str(paths.build("patched")), "LLAMAMG_HOME": str(home)}
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    survey: dict[str, Any] = json.loads(done.stdout)["survey"]
-    return survey, "\n".join(report.lines(survey))
+    seen: dict[str, Any] = json.loads(done.stdout)["survey"]
+    return seen, "\n".join(report.lines(seen))
 
 
 def test_one_processor_has_no_neighbours(micro_model: Path, tmp_path: Path, library: Library) -> None:
-    survey, text = found(micro_model, tmp_path, "-c", "512", "-np", "1")
-    gpus = [device for device in survey["devices"] if device["type"] == "gpu"]
+    seen, text = found(micro_model, tmp_path, "-c", "512", "-np", "1")
+    gpus = [device for device in seen["devices"] if device["type"] == "gpu"]
     if gpus:
         pytest.skip("this machine has a GPU")
-    (device,), (stage,) = survey["devices"], survey["stages"]
+    (device,), (stage,) = seen["devices"], seen["stages"]
     assert min(device[key] for key in ("read_gb_s", "matrix_tflop_s", "op_us")) > 0
-    assert survey["hops"] == []
-    assert "no neighbour" in survey["hops_note"]
-    assert survey["order"] is None
+    assert seen["hops"] == []
+    assert "no neighbour" in seen["hops_note"]
+    assert seen["order"] is None
     assert (stage["n_layers"], stage["has_head"]) == (4, True)
-    assert len(survey["layers"]["decode"]["layers_ms"]) == 4
+    assert len(seen["layers"]["decode"]["layers_ms"]) == 4
     assert stage["decode_ms"] > 0
     assert "no neighbour" in text
     assert "4 layers and the head" in text
 
 
 def test_two_rpc_servers_have_hops_stages_and_a_split(micro_model: Path, tmp_path: Path, endpoints: str) -> None:
-    survey, text = found(micro_model, tmp_path, "-c", "512", "-np", "1", "--rpc", endpoints)
-    names = [device["name"] for device in survey["devices"]]
+    seen, text = found(micro_model, tmp_path, "-c", "512", "-np", "1", "--rpc", endpoints)
+    names = [device["name"] for device in seen["devices"]]
     assert len(names) == 2
-    assert {(hop["from"], hop["to"]) for hop in survey["hops"]} == {(names[0], names[1]), (names[1], names[0])}
-    assert all(hop["latency_us"] > 0 and hop["gb_s"] > 0 for hop in survey["hops"])
-    assert sum(stage["n_layers"] for stage in survey["stages"]) == 4
-    assert [stage["has_head"] for stage in survey["stages"]] == [False, True]
-    assert min(survey["layers"]["decode"]["layers_ms"]) > 0
-    assert sum(int(part) for part in survey["split"]["tensor_split"].split(",")) == 5
-    assert "measured" in survey["split"]["how"]
-    assert sorted(survey["order"]["devices"]) == sorted(names)
-    assert survey["order"]["how"].startswith("--device ")
+    assert {(hop["from"], hop["to"]) for hop in seen["hops"]} == {(names[0], names[1]), (names[1], names[0])}
+    assert all(hop["latency_us"] > 0 and hop["gb_s"] > 0 for hop in seen["hops"])
+    assert sum(stage["n_layers"] for stage in seen["stages"]) == 4
+    assert [stage["has_head"] for stage in seen["stages"]] == [False, True]
+    assert min(seen["layers"]["decode"]["layers_ms"]) > 0
+    assert sum(int(part) for part in seen["split"]["tensor_split"].split(",")) == 5
+    assert "measured" in seen["split"]["how"]
+    assert sorted(seen["order"]["devices"]) == sorted(names)
+    assert seen["order"]["how"].startswith("--device ")
     assert "--tensor-split auto" in text
     assert len(list((tmp_path / "devices").glob("*.json"))) == 1, "kept for --tensor-split auto"
+
+
+def test_a_hop_that_fails_is_said_and_costs_the_order(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise DeviceError("a copy from CUDA0 to CUDA1 arrived changed")
+
+    devices = [gpu(0), gpu(1)]
+    monkeypatch.setattr(survey.hops, "measure", broken)
+    found, note = survey._hops(library, devices, lambda _: None)
+    assert found == []
+    assert "arrived changed" in note
+    assert survey._order(devices, {}, None, 1) is None
 
 
 def test_devices_of_this_build_without_a_model(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
