@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,10 @@ def _ms(seconds: float) -> float | None:
 def _how(names: Sequence[str]) -> str:
     """The flag, and for CUDA devices the variable that does the same for every program."""
     flag = f"--device {','.join(names)}"
-    if all(hops_cupy.is_cuda(name) for name in names):
-        return f"{flag}, or CUDA_VISIBLE_DEVICES={','.join(name.removeprefix('CUDA') for name in names)}"
-    return flag
+    if not all(hops_cupy.is_cuda(name) for name in names) or os.environ.get("GGML_CUDA_DEVICES"):
+        return flag
+    numbers = [name.removeprefix("CUDA") for name in names]
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):  # our numbers count within what it lets through
+        known = seen.split(",")
+        numbers = [known[int(number)] for number in numbers if int(number) < len(known)]
+    return f"{flag}, or CUDA_VISIBLE_DEVICES={','.join(numbers)}"

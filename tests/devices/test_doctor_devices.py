@@ -100,6 +100,17 @@ def test_a_hop_that_fails_is_said_and_costs_the_order(monkeypatch: pytest.Monkey
     assert survey._order(devices, {}, None, 1) is None
 
 
+def test_how_an_order_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "GGML_CUDA_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert survey._how(["CUDA1", "CUDA0"]) == "--device CUDA1,CUDA0, or CUDA_VISIBLE_DEVICES=1,0"
+    assert survey._how(["RPC0", "CUDA0"]) == "--device RPC0,CUDA0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert survey._how(["CUDA1", "CUDA0"]).endswith("CUDA_VISIBLE_DEVICES=7,4")
+    monkeypatch.setenv("GGML_CUDA_DEVICES", "2")
+    assert survey._how(["CUDA1", "CUDA0"]) == "--device CUDA1,CUDA0"
+
+
 def test_devices_of_this_build_without_a_model(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--devices"]) == 0
     text = capsys.readouterr().out
