@@ -1,4 +1,4 @@
-"""Two contexts on one rpc-server, for test_rpc.py: a process of its own, because a device once added stays.
+"""Several contexts on one rpc-server, for test_rpc.py: a process of its own, because a device once added stays.
 
 usage: rpc_contexts.py MODEL ENDPOINT decode|move      prints JSON
 """
@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from llamamg import library
 from llamamg.config import ModelConfig
 from llamamg.model import load_model
 
-N_STEP = 150
+N_CONTEXT = 4
+N_STEP = 200
 N_PROMPT = 40
 
 
@@ -36,21 +38,22 @@ def decode(context: Context, seed: int, pauses: bool) -> Logits:
     return np.concatenate(rows)
 
 
-def both(model: Model) -> dict[str, int]:
-    """Steps of each context that differ when two threads decode at once."""
-    result: dict[str, Logits] = {}
-    with Context(model, n_ctx=256) as a, Context(model, n_ctx=256) as b:
-        alone = {"a": decode(a, 1, False), "b": decode(b, 2, False)}
+def together(model: Model) -> list[int]:
+    """Steps of each context that differ when a thread for each decodes at once."""
+    with ExitStack() as stack:
+        contexts = [stack.enter_context(Context(model, n_ctx=512)) for _ in range(N_CONTEXT)]
+        alone = [decode(context, seed, False) for seed, context in enumerate(contexts)]
+        result = list(alone)
 
-        def run(name: str, context: Context, seed: int) -> None:
-            result[name] = decode(context, seed, True)
+        def run(i: int) -> None:
+            result[i] = decode(contexts[i], i, True)
 
-        threads = [threading.Thread(target=run, args=args) for args in (("a", a, 1), ("b", b, 2))]
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(N_CONTEXT)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    return {name: int((alone[name] != result[name]).any(axis=1).sum()) for name in alone}
+    return [int((a != b).any(axis=1).sum()) for a, b in zip(alone, result, strict=True)]
 
 
 def move(model: Model) -> dict[str, bool]:
@@ -72,7 +75,7 @@ def main() -> None:
     model.library, model.llama = lib, lib.llama
     model.pointer = load_model(lib, ModelConfig(Path(path), rpc=(endpoint,), n_gpu_layers="all"))
     model.n_vocab = lib.llama.llama_vocab_n_tokens(lib.llama.llama_model_get_vocab(model.pointer))
-    print(json.dumps(both(model) if what == "decode" else move(model)))
+    print(json.dumps(together(model) if what == "decode" else move(model)))
 
 
 if __name__ == "__main__":
