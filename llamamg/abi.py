@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -174,6 +176,18 @@ class Abi:
         """Set one switch; takes effect where patched code reads it next. Raises UnknownSwitch."""
         if self.lib.mg_switch_set(name.encode(), int(value)) != 0:
             raise self._unknown(name)
+
+    @contextmanager
+    def held(self, values: Mapping[str, int]) -> Iterator[None]:
+        """Switches at these values inside a `with`, as before after it; what this library lacks is left out."""
+        there = {switch.name: switch.value for switch in self.switches() if switch.name in values}
+        try:
+            for name in there:
+                self.set_switch(name, values[name])
+            yield
+        finally:
+            for name, before in there.items():
+                self.set_switch(name, before)
 
     def _switch(self, i: int) -> Switch:
         name = _text(self.lib.mg_switch_name(i))

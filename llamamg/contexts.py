@@ -17,6 +17,10 @@ from llamamg.runner import ModelRunner
 from llamamg.runner_pool import ContextPool
 from llamamg.vocab import Vocabulary
 
+# Native switches while the context of a decode group is made beside one for prompts: groups overlap with each other, so
+# their contexts need no pipeline of their own, and a step of a few rows goes before a ubatch of a prompt.
+DECODE_ONLY = {"one-copy": 1, "stream-priority": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
@@ -62,7 +66,8 @@ def _one(
     n_seq = layout.n_seq(context)
     # One step of a group must fit, drafts included.
     n_ubatch = max(c.n_ubatch_decode, n_seq * (1 + c.n_draft_max)) if is_decode_only and c.n_ubatch_decode else 0
-    pointer = new_context(lib, handle, config, n_seq, min(n_ubatch, c.n_ubatch))
+    with lib.mg.held(DECODE_ONLY if is_decode_only else {}):
+        pointer = new_context(lib, handle, config, n_seq, min(n_ubatch, c.n_ubatch))
     kv = KVCache(
         llama, pointer, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
     )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,8 @@ def queue(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
     return write
 
 
-@pytest.fixture
-def rpc_server() -> Iterator[str]:
+@contextmanager
+def stock_server() -> Iterator[str]:
     """The address of a stock server for one device of this machine."""
     program = paths.home() / "upstream" / "build" / "bin" / "ggml-rpc-server"
     if not program.is_file():
@@ -166,3 +167,17 @@ def rpc_server() -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture
+def rpc_server() -> Iterator[str]:
+    """One device behind a stock server."""
+    with stock_server() as address:
+        yield address
+
+
+@pytest.fixture
+def rpc_servers() -> Iterator[str]:
+    """Two of them; addresses with a comma."""
+    with stock_server() as first, stock_server() as second:
+        yield f"{first},{second}"

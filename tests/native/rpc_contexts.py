@@ -1,6 +1,6 @@
 """Several contexts on one rpc-server, for test_rpc.py: a process of its own, because a device once added stays.
 
-usage: rpc_contexts.py MODEL ENDPOINT decode|move      prints JSON
+usage: rpc_contexts.py MODEL ENDPOINT[,ENDPOINT] decode|move|copies      prints JSON
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from qsa_context import Context, Logits, Model, tokens
@@ -68,14 +70,30 @@ def move(model: Model) -> dict[str, bool]:
     return {"move": bool((rows[0] == rows[1]).all()), "copy": bool((rows[0] == rows[2]).all())}
 
 
+def copies(model: Model) -> dict[str, Any]:
+    """Contexts made with the switch one-copy off, on and off again: log of each, and whether their logits agree."""
+    mg, logs, rows = model.library.mg, [], []
+    for value in (0, 1, 0):
+        with TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            mg.set_log("info", log)
+            with mg.held({"one-copy": value}):
+                context = Context(model, n_ctx=512)
+            mg.set_log("warn")
+            logs.append(log.read_text())
+        with context:
+            rows.append(decode(context, 1, False))
+    return {"logs": logs, "same": all(bool((row == rows[0]).all()) for row in rows)}
+
+
 def main() -> None:
     path, endpoint, what = sys.argv[1:]
     lib = library.load()
     model = Model.__new__(Model)
     model.library, model.llama = lib, lib.llama
-    model.pointer = load_model(lib, ModelConfig(Path(path), rpc=(endpoint,), n_gpu_layers="all"))
+    model.pointer = load_model(lib, ModelConfig(Path(path), rpc=tuple(endpoint.split(",")), n_gpu_layers="all"))
     model.n_vocab = lib.llama.llama_vocab_n_tokens(lib.llama.llama_model_get_vocab(model.pointer))
-    print(json.dumps(together(model) if what == "decode" else move(model)))
+    print(json.dumps({"decode": together, "move": move, "copies": copies}[what](model)))
 
 
 if __name__ == "__main__":
