@@ -17,7 +17,7 @@ from .kernels_ggml import F16, F32, FLOAT, I32, I64, INT, POINTER, Graph, bind
 D_INDEX, N_INDEX_HEAD, R, N_TOP = 128, 4, 4, 512
 HEAD_SIZE, N_HEAD, N_KV_HEAD, N_ROT = 256, 24, 2, 64
 EPS, FREQ_BASE = 1e-6, 1e7
-N_CELLS = {"cpu": 16384, "cuda": 131072}
+N_CELLS = {"cpu": (16384,), "cuda": (131072, 262144)}
 TOKENS = (1, 5)
 LAUNCHES = {"cpu": 1, "cuda": 16}
 NONE = "this native build has no QSA operations: run `llamamg build`"
@@ -43,17 +43,18 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def cases(device: Device) -> list[Case]:
-    """POOL of a whole cache, SELECT and ATTN for one and five tokens at the cache's end."""
+    """For each size of the cache POOL of all of it, SELECT and ATTN for one and five tokens at its end."""
     folder = native.load().dir
     base = bind(folder, FUNCTIONS)
-    n_cells = N_CELLS[device.kind]
 
     def graph(*arguments: Any) -> Graph:
         return Graph(device, folder, base, *arguments, LAUNCHES[device.kind])
 
-    made = [_pool(device, n_cells, graph)]
-    for n_tokens in TOKENS:
-        made += [_select(device, n_cells, n_tokens, graph), _attn(device, n_cells, n_tokens, graph)]
+    made = []
+    for n_cells in N_CELLS[device.kind]:
+        made.append(_pool(device, n_cells, graph))
+        for n_tokens in TOKENS:
+            made += [_select(device, n_cells, n_tokens, graph), _attn(device, n_cells, n_tokens, graph)]
     common = {"launches_per_run": LAUNCHES[device.kind], "unavailable": "" if base is not None else NONE}
     return [Case(**{**fields, **common}) for fields in made]
 

@@ -9,6 +9,7 @@ from typing import Any
 from .grid_cells import depth_name
 from .grid_table import number
 
+BENCH = "qsa-depth"
 LABELS = {"on": "native QSA", "off": "switched off", "upstream": "unpatched"}
 METRICS = {"prefill_tps": "prefill", "decode_tps": "decode"}
 

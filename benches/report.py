@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import kernels, mixed, qsa_depth_table
 from .errors import BenchError
 from .grid_table import BEST, SAME, cell_table, comparisons, latency_table, left_out_lines, machine_title, select
 from .program import alone
@@ -30,6 +31,7 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align
 th { text-align: right; color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
 td.text, th.text { text-align: left; } svg { max-width: 100%; height: auto; display: block; margin: .6rem 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); } code { font-size: .88em; overflow-wrap: anywhere; }
+pre { overflow-x: auto; font-size: .8rem; }
 """
 
 
@@ -158,6 +160,34 @@ def _ablation(found: Found) -> str:
     return f"<h3>{title}, {html.escape(found.run)}</h3>{_configuration(result)}{pictures}{details}"
 
 
+def _mixed(found: Found) -> str:
+    from .report_plots import mixed_figure, svg
+
+    title = f"Prompts that arrive beside sessions that decode, {html.escape(found.run)}"
+    return f"<h3>{title}</h3>{_configuration(found.value)}{svg(mixed_figure(found.value))}{_text(mixed.table(found.value))}"
+
+
+def _depth(found: Found) -> str:
+    from .report_plots import depth_figure, svg
+
+    result = found.value
+    lines = qsa_depth_table.table(result).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    said = [line.removeprefix("* ") for line in lines if line.startswith("* ")]
+    picture = svg(depth_figure(result, qsa_depth_table.LABELS))
+    return (
+        f"<h3>Native QSA, {html.escape(found.run)}</h3>{_configuration(result)}{picture}{table_html(rows)}{_list(said)}"
+    )
+
+
+def _kernels(found: Found) -> str:
+    return f"<h3>Kernels, {html.escape(found.run)}</h3>{_text(kernels.table(found.value))}"
+
+
+def _text(table: str) -> str:
+    return f"<details><summary>Table</summary><pre>{html.escape(table)}</pre></details>"
+
+
 def _list(lines: list[str]) -> str:
     return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
@@ -179,7 +209,9 @@ def table_html(lines: list[str]) -> str:
     )
 
 
-SECTIONS = {"grid": _grid, "ablation": _ablation, "ab": _ablation}
+SECTIONS = {
+    "grid": _grid, "ablation": _ablation, "ab": _ablation, "mixed": _mixed, "qsa-depth": _depth, "kernels": _kernels,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(alone(sys.modules[__name__]))

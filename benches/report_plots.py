@@ -18,6 +18,7 @@ from .grid_cells import depth_name
 from .grid_table import BEST, SAME, select
 
 COLORS = ("#0b7a75", "#e07a1f", "#7b4fa3", "#3a6ea5", "#b23a48", "#6b705c")
+DASHES = ("-", "--", ":", "-.")
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "llamamg",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True,
@@ -74,6 +75,55 @@ def _curve(axis: Any, rows: Sequence[Mapping[str, Any]], value: Any, color: str,
     values = [[value(row) for row in rows if row["depth"] == depth] for depth in depths]
     axis.plot(depths, [float(np.median(v)) for v in values], style, marker="o", ms=4, color=color, label=label)
     axis.vlines(depths, [min(v) for v in values], [max(v) for v in values], color=color, lw=1)
+
+
+def mixed_figure(result: Mapping[str, Any]) -> Figure:
+    """Latency of decoding sessions against the rate of arriving prompts: a curve for each side and number of decoders."""
+    panels = (("itl_p99_ms", "ms between tokens, p99"), ("itl_max_ms", "largest gap, ms"))
+    labels = {side["name"]: side["label"] for side in result["sides"]}
+    names, counts = list(labels), sorted({row["n_decoders"] for row in result["rows"]})
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.8), layout="constrained")
+        for axis, (key, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            for i, name in enumerate(names):
+                for n in counts:
+                    rows = select(result["rows"], side=name, n_decoders=n)
+                    rows = sorted(rows, key=lambda row: row["n_prompts"])
+                    at = [row["median"]["prefill_tps"] for row in rows], [row["median"][key] for row in rows]
+                    dashes = DASHES[counts.index(n) % len(DASHES)]
+                    axis.plot(
+                        *at,
+                        dashes,
+                        marker="o",
+                        ms=4,
+                        color=COLORS[i % len(COLORS)],
+                        label=f"{labels[name]}, {n} decode",
+                    )
+                    for row, x, y in zip(rows, *at, strict=True):
+                        axis.annotate(str(row["n_prompts"]), (x, y), (4, 3), textcoords="offset points", fontsize=7)
+            axis.set_yscale("log")
+            axis.set_title(title, loc="left", fontsize=10)
+            axis.set_xlabel("prefill of the arriving prompts, tokens/s (numbers: how many prompts)")
+        figure.axes[0].legend(frameon=False, fontsize=8)
+        return figure
+
+
+def depth_figure(result: Mapping[str, Any], labels: Mapping[str, str]) -> Figure:
+    """Prefill and decoding of one session over depth, a curve for each side."""
+    panels = (("prefill_tps", "prefill, tokens/s"), ("decode_tps", "decoding, tokens/s"))
+    measured = [row for row in result["rows"] if row.get("n_sessions") == 1]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        for axis, (key, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            for i, side in enumerate(result["sides"]):
+                rows = select(measured, side=side)
+                _curve(axis, rows, lambda row, key=key: row[key], COLORS[i % len(COLORS)], "-", labels[side])
+            axis.set_title(title, loc="left", fontsize=10)
+            axis.set_xlabel("depth in tokens")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: depth_name(round(x))))
+            axis.set_ylim(bottom=0)
+        figure.axes[0].legend(frameon=False, fontsize=8.5)
+        return figure
 
 
 def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]], lower_is_better: bool) -> Figure:

@@ -1,4 +1,4 @@
-"""README's table of results, made from benches/results alone: the grids of each machine's newest day, a table each."""
+"""README's tables of results, made from benches/results alone: grids and native QSA of each machine's newest day."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import qsa_depth_table
 from .grid_table import cell_table, comparisons, machine_title
 from .report_load import Found, machines, newest_day
 
@@ -14,11 +15,14 @@ FOLDER = "benches/results"
 
 def results_table(root: Path | None = None) -> str:
     """Markdown for all machines; a sentence when nothing was measured yet."""
-    parts = [_machine(found) for results in machines(root).values() for found in newest_day(results, "grid")]
+    parts = []
+    for results in machines(root).values():
+        parts += [_grid(found) for found in newest_day(results, "grid")]
+        parts += [_depth(found) for found in newest_day(results, qsa_depth_table.BENCH)]
     return "\n\n".join(parts) or "Nothing is measured yet: `llamamg bench grid` measures on your machine."
 
 
-def _machine(found: Found) -> str:
+def _grid(found: Found) -> str:
     record = found.value["record"]
     where = f"{FOLDER}/{found.machine}/{found.run}"
     lines = [
@@ -29,6 +33,16 @@ def _machine(found: Found) -> str:
         *_verdicts(found.value),
     ]
     return "\n".join(lines)
+
+
+def _depth(found: Found) -> str:
+    record = found.value["record"]
+    where = f"{FOLDER}/{found.machine}/{found.run}"
+    return (
+        f"**{machine_title(record['machine'])}**, {record['date'][:10]}, {model_name(record['model'])}, native QSA over depth: "
+        f"{found.value['cache_type']} cache, ubatches of {found.value['ubatch']} ([everything about it]({where})):\n\n"
+        f"{qsa_depth_table.table(found.value)}"
+    )
 
 
 def model_name(model: Mapping[str, Any]) -> str:

@@ -268,7 +268,7 @@ def test_a_build_without_a_function_is_told_apart(library: Library) -> None:
 
 
 def test_sparse_attention(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_qsa, "N_CELLS", {"cpu": 4096})
+    monkeypatch.setattr(kernels_qsa, "N_CELLS", {"cpu": (4096,)})
     device = kernels_device.cpu()
     cases = kernels_qsa.cases(device)
     assert [case.name for case in cases] == ["qsa-pool", *["qsa-select", "qsa-attn"] * 2]

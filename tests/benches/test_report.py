@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamamg_benches import grid_table, report, retable
+from llamamg_benches import grid_table, report, report_plots, retable
 from llamamg_benches.errors import BenchError
 from llamamg_benches.program import run_module
 from llamamg_benches.report_load import machines, newest
@@ -238,6 +238,68 @@ def test_one_file_with_curves_and_bars_that_loads_nothing(results: Path, tmp_pat
     assert "left out: 5 x 250k" in shape.text
     assert not list(tmp_path.glob(".*unfinished*"))
     assert report.page(results) == text  # the same results, the same bytes
+
+
+def mixed_result() -> Any:
+    values = {"itl_p50_ms": 7.0, "itl_p99_ms": 9.0, "itl_max_ms": 12.0, "decode_tps": 130.0}
+    rows = [
+        {"side": side, "n_decoders": n, "n_prompts": m, "median": {**values, "prefill_tps": 80.0 * m}}
+        for side in ("ours", "off") for n in (1, 2) for m in (0, 1, 2)
+    ]  # fmt: skip
+    sides = [{"name": "ours", "label": "llamamg"}, {"name": "off", "label": "plugins off"}]
+    return {"bench": "mixed", "sides": sides, "rows": rows, "record": grid_result("2026-01-03T00:00:00")["record"]}
+
+
+def depth_result() -> Any:
+    rows = [
+        {"n_sessions": 1, "depth": depth, "side": side, "repeat": repeat, "prefill_tps": 900.0 + repeat, "decode_tps": 9.0}
+        for depth in (5000, 50_000) for side in ("on", "off") for repeat in (0, 1)
+    ]  # fmt: skip
+    same = {"largest": 0.0, "same_best": True, "same_bits": True}
+    rows.append({"depth": 5000, "position": 4998, "compare": {"on/again": same}})
+    record = grid_result("2026-01-03T00:00:00")["record"]
+    return {
+        "bench": "qsa-depth",
+        "sides": ["on", "off"],
+        "rows": rows,
+        "cache_type": "q8_0",
+        "ubatch": 512,
+        "record": record,
+    }
+
+
+KERNELS = {
+    "bench": "kernels", "device": "a <GPU>", "copy_bytes_per_s": 1e9, "record": {},
+    "rows": [{"kernel": "one", "size": "1", "ok": None, "reason": "not here"}],
+}  # fmt: skip
+
+
+def test_mixed_loads_kernels_and_depth_are_in_the_report(tmp_path: Path) -> None:
+    put(tmp_path, "box", "a-mixed", "result.json", mixed_result())
+    put(tmp_path, "box", "b-qsa-depth", "qsa-depth.json", depth_result())
+    put(tmp_path, "box", "c-kernels", "result.json", KERNELS)
+    shape = Shape()
+    shape.feed(report.page(tmp_path))
+    assert shape.tags.count("svg") == 2
+    assert "a <GPU>: a large copy moves 1.0 GB/s" in shape.text
+    assert "native QSA and native QSA once more, a token at each depth: same bits" in shape.text
+    assert "Not drawn" not in shape.text
+
+
+def test_curves_go_through_what_was_measured() -> None:
+    mixed = report_plots.mixed_figure(mixed_result())
+    assert len(mixed.axes) == 2
+    assert [len(axis.lines) for axis in mixed.axes] == [4, 4]
+    assert [tuple(point) for point in mixed.axes[1].lines[0].get_xydata()] == [(0.0, 12.0), (80.0, 12.0), (160.0, 12.0)]
+    depth = report_plots.depth_figure(depth_result(), {"on": "on", "off": "off"})
+    assert [tuple(point) for point in depth.axes[0].lines[0].get_xydata()] == [(5000.0, 900.5), (50_000.0, 900.5)]
+
+
+def test_readme_has_native_qsa_over_depth(results: Path) -> None:
+    put(results, "fast", "2026-01-03-qsa-depth", "qsa-depth.json", depth_result())
+    fast = results_table(results).split("**Slow CPU")[0]
+    assert "native QSA over depth: q8_0 cache, ubatches of 512" in fast
+    assert "| prefill | 1 | 50k | 900 | 900 | 1.00 | 1.00 |" in fast
 
 
 def test_no_results_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
