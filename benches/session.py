@@ -252,15 +252,12 @@ class Session:
 
     def _home(self) -> None:
         """Give every slot the sequence id it began with; contents go along."""
-        scheduler, kv = self.engine.scheduler, self.engine.scheduler.kv
-        away = [slot for slot in self.engine.slots if slot.seq_id != slot.id]
-        saved = [kv.save(slot.seq_id, flags=0) if len(slot.tokens) else None for slot in away]
-        for slot in away:
-            kv.remove(slot.seq_id, -1, -1)
-            slot.seq_id = slot.id
-        for slot, data in zip(away, saved, strict=True):
-            if data is None or not kv.restore(slot.seq_id, data, flags=0):
-                scheduler.clear(slot)
+        scheduler, slots = self.engine.scheduler, self.engine.slots
+        while scheduler.moves.wanted or self.engine.runner.n_in_flight:  # a prompt on its way back to its group
+            self.engine.step()
+        for slot in slots:
+            if slot.seq_id != slot.id:
+                scheduler.moves.exchange(slot, next(other for other in slots if other.seq_id == slot.id))
 
     def _tidy(self) -> None:
         """What the loop does when nothing runs."""

@@ -101,7 +101,7 @@ def new_context(library: Library, model: Any, config: Config, n_seq: int | None 
     llama, c = library.llama, config.context
     slots = n_slots(c)
     if n_seq is None:
-        n_seq = slots + n_spare(config)
+        n_seq = slots + n_spare(config) + c.n_prefill_slots  # as many as several contexts have together
     params = llama.llama_context_default_params()
     n_ctx = c.n_ctx or llama.llama_model_n_ctx_train(model) * (1 if is_unified(c) else slots)
     params.n_ctx = n_ctx if is_unified(c) else n_ctx + (n_seq - slots) * (n_ctx // slots)

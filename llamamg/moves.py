@@ -106,6 +106,32 @@ class Moves:
         slot.moving = other.moving = True
         self._waiting.append(Move(slot, target, other))
 
+    def exchange(self, a: Slot, b: Slot) -> None:
+        """Let two idle slots change places, contents too, at once: for whoever wants slots where they were."""
+        if self._layout.context(a.seq_id) == self._layout.context(b.seq_id):
+            saved = [(s, self._kv.save(s.seq_id, flags=0) if len(s.tokens) else None) for s in (a, b)]
+            for slot in (a, b):
+                self._kv.remove(slot.seq_id, -1, -1)
+            self._swap(a, b)
+            for slot, data in saved:
+                if data is None or not self._kv.restore(slot.seq_id, data, flags=0):
+                    self._forget(slot)
+            return
+        transfer: Callable[[int, int, int], bool] = self._kv.transfer  # type: ignore[attr-defined]
+        if not transfer(a.seq_id, b.seq_id, 1 << 62):
+            self._forget(b)
+        self._swap(a, b)
+
+    def _swap(self, a: Slot, b: Slot) -> None:
+        places = (a.seq_id, b.seq_id)
+        for slot, seq_id in zip((b, a), places, strict=True):
+            slot.home, slot.group = seq_id, self._layout.context(seq_id)
+            self._place(slot, seq_id)
+
+    def _forget(self, slot: Slot) -> None:
+        slot.tokens.keep(0)
+        slot.checkpoints = []
+
     # -- performing
 
     def start(self, free: Seq[int]) -> tuple[int, ...]:
@@ -146,15 +172,11 @@ class Moves:
         slot.moving = other.moving = False
         if not was_swapped:
             self._stats.n_moves_dropped += len(other.tokens) > 0
-            other.tokens.keep(0)
-            other.checkpoints = []
-        if error is not None:
-            return
-        back = slot.seq_id
-        for moved, seq_id in ((slot, move.target), (other, back)):
-            moved.home, moved.group = seq_id, self._layout.context(seq_id)
-            self._place(moved, seq_id)
-            self._moved(moved)
+            self._forget(other)
+        if error is None:
+            self._swap(slot, other)
+            self._moved(slot)
+            self._moved(other)
 
     def _prompt_moved(self, slot: Slot, target: int, error: BaseException | None) -> None:
         was_prefill = slot.context == self._prefill_context
@@ -174,8 +196,7 @@ class Moves:
         if slot.sequence is not None:
             self._fail(slot.sequence, Failed(500, "server_error", "a sequence could not be moved between contexts"))
         self._kv.remove(slot.seq_id, -1, -1)
-        slot.tokens.keep(0)
-        slot.checkpoints = []
+        self._forget(slot)
         self._free_prefill.append(slot.seq_id if was_prefill else target)
         self._place(slot, slot.home)
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from llamamg import library as native
 from llamamg.config import Config, ContextConfig, ModelConfig
-from llamamg.errors import LoadError
 from llamamg.kvcache import KVCache
 from llamamg.model import describe, load_model, new_context
 from llamamg.vocab import Vocabulary
@@ -48,7 +47,8 @@ class Difference:
 
 @dataclass(slots=True)
 class Recording:
-    """The calls in order: ["decode", rows, outputs], a memory call with its arguments, ["save" | "restore", …].
+    """The calls in order: ["decode", rows, outputs], a memory call with its arguments, ["save" | "restore", …],
+    ["transfer", …]. Several contexts are recorded as one that has all their sequences; an order is kept in each of them.
 
     rows: [seq_id, pos0, n_logits, tokens]; outputs: [best token, checksum of the logits] for each logits row.
     """
@@ -80,33 +80,63 @@ def record(engine: Engine, watch: Callable[[Batch, Logits], None] = lambda batch
     `watch` gets each computed batch before it is sampled, with a copy of its logits.
     """
     config, runner, kv = engine.config, engine.runner, engine.scheduler.kv
-    if runner.n_contexts > 1:
-        raise LoadError("a recording is of one context: start with --disable decode-groups")
     recording = Recording(str(config.model.path), dataclasses.asdict(config.context))
     calls = recording.calls
     for name in MEMORY_CALLS:
         setattr(kv, name, _recorded(name, getattr(kv, name), calls))
     _record_states(kv, calls)
+    if runner.n_contexts > 1:
+        _record_transfers(kv, calls)
+    llama = native.load(config.build).llama
+    for one in getattr(runner, "runners", (runner,)):  # a pool has one for each context
+        _record_batches(one, llama, engine.vocab.n_vocab, calls, watch)
+    return recording
+
+
+def _record_batches(
+    runner: Any, llama: Any, n_vocab: int, calls: list[list[Any]], watch: Callable[[Batch, Logits], None]
+) -> None:
     submit, collect = runner.submit, runner.collect
-    llama, context = native.load(config.build).llama, runner.context  # type: ignore[attr-defined]
     waiting: list[tuple[Batch, list[Any]]] = []
 
     def submit_recorded(batch: Batch) -> None:
         rows = [[r.sequence.slot.seq_id, r.pos0, r.n_logits, [int(t) for t in r.tokens]] for r in batch.rows]
         submit(batch)
-        calls.append(["decode", rows, []])
-        waiting.append((batch, calls[-1]))
+        call: list[Any] = ["decode", rows, []]
+        calls.append(call)
+        waiting.append((batch, call))
 
     def collect_recorded() -> Done | None:
         if waiting:
             batch, call = waiting.pop(0)
-            logits = read_logits(llama, context, call[1], engine.vocab.n_vocab)
+            logits = read_logits(llama, runner.context, call[1], n_vocab)
             call[2] = [list(out[:2]) for out in _outputs(logits)]
             watch(batch, logits)
-        return collect()
+        done: Done | None = collect()
+        return done
 
-    runner.submit, runner.collect = submit_recorded, collect_recorded  # type: ignore[method-assign]
-    return recording
+    runner.submit, runner.collect = submit_recorded, collect_recorded
+
+
+def _record_transfers(kv: Any, calls: list[list[Any]]) -> None:
+    transfer = kv.transfer
+
+    def transfer_recorded(source: int, target: int, swap_bytes_max: int = 0) -> bool:
+        call = ["transfer", source, target, False]
+        calls.append(call)
+        call[3] = bool(transfer(source, target, swap_bytes_max))
+        return bool(call[3])
+
+    kv.transfer = transfer_recorded
+
+
+def _transfer(kv: KVCache, source: int, target: int, is_swapped: bool) -> None:
+    """What moved between contexts moves between sequences of one."""
+    moved, back = (kv.save(id_, 0) if kv.pos_max(id_) >= 0 else None for id_ in (source, target))
+    for id_, data in ((target, moved), (source, back if is_swapped else None)):
+        kv.remove(id_, -1, -1)
+        if data is not None:
+            kv.restore(id_, data, 0)
 
 
 def _recorded(name: str, function: Any, calls: list[list[Any]]) -> Any:
@@ -171,6 +201,8 @@ def play(
             saved[args[2]] = kv.save(args[0], args[1])
         elif name == "restore":
             kv.restore(args[0], saved[args[2]], args[1])
+        elif name == "transfer":
+            _transfer(kv, *args)
         elif name != "decode":
             getattr(kv, name)(*args)
         else:
