@@ -40,7 +40,7 @@ exec 3>&1
   for part in plugins benches native; do ln -sfn "$root/$part" "$work/site/llamamg_$part"; done
   PYTHONPATH=$work/site:$root${PYTHONPATH:+:$PYTHONPATH}
   LLAMAMG_HOME=$work/builds
-  LLAMAMG_COMMIT=$(cat "$work/COMMIT")
+  LLAMAMG_COMMIT=${LLAMAMG_COMMIT:-$(cat "$work/COMMIT")} # of the code, where it is not what was packed from
   # A CUDA build finds cuBLAS in Python's wheels when the system has none.
   cuda=$("$python" -c 'import glob, sysconfig; print(":".join(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/lib")))')
   LD_LIBRARY_PATH=$cuda${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -81,9 +81,10 @@ def software() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = ""
+    told = os.environ.get("LLAMAMG_COMMIT", "")  # a copy has no git, or one that knows an older state
     return {
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("LLAMAMG_COMMIT", ""),  # a copy without git is told
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": told or _git("rev-parse", "HEAD"),
+        "dirty": not told and bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "packages": versions,
         "environment": {k: scrubbed(v) for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},

@@ -37,10 +37,11 @@ def test_the_environment_and_the_command_are_recorded_without_folders(monkeypatc
     assert "somebody" not in json.dumps(facts)
 
 
-def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_git", lambda *_: "")
+@pytest.mark.parametrize("git", ["", "an older state"])
+def test_a_copy_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, git: str) -> None:
+    monkeypatch.setattr(record, "_git", lambda *_: git)
     monkeypatch.setenv("LLAMAMG_COMMIT", "abc123")
-    assert record.software()["commit"] == "abc123"
+    assert (record.software()["commit"], record.software()["dirty"]) == ("abc123", False)
 
 
 def test_a_large_generated_model_is_known_by_its_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
