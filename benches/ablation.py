@@ -1,5 +1,7 @@
 """Every plugin once: those that are on are switched off one by one, the others on, under each load and on each model.
 
+Without -m: the demo model, the micro hybrid, and for plugins that apply to neither the hybrid over two rpc-servers here.
+
 One engine per model; only plugins that are fixed at the start get two processes of their own. A load in which a plugin
 does nothing takes one block and gives no bar. Exit status 1: a plugin that applies acted nowhere, or changed a token that
 it promises to keep.
@@ -8,10 +10,12 @@ it promises to keep.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -20,7 +24,7 @@ from llamamg.engine import Engine
 from llamamg.plugins import Found, PluginDeclaration, PluginError, PluginView, discover
 from llamamg.plugins.selection import declaration_of, unknown
 
-from . import record
+from . import record, rpc_servers
 from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable
@@ -88,14 +92,25 @@ def run(args: argparse.Namespace) -> int:
     with record.ResultFolder(NAME, args.results) as folder:
         busy = busy_fraction()
         n_rows = len(models) * len(loads) * len(wanted)
-        with tqdm(total=n_rows, desc="ablation", unit="row", disable=None) as bar:
-            for model, flags in zip(models, starts, strict=True):
-                ablation = Ablation(
-                    flags, sizes, args.pairs, lambda: share_s(deadline, bar.total - bar.n, len(loads)), found
-                )
-                for row in ablation.rows(wanted, loads, bar):
+        with tqdm(total=n_rows, desc="ablation", unit="row", disable=None) as bar, contextlib.ExitStack() as stack:
+
+            def measure(label: str, flags: list[str], plugins: list[str]) -> None:
+                left_s = partial(share_s, deadline, n_loads=len(loads))
+                ablation = Ablation(flags, sizes, args.pairs, lambda: left_s(bar.total - bar.n), found)
+                for row in ablation.rows(plugins, loads, bar):
                     unit = declaration_of(row["plugin"], found).effect
-                    rows.append({"model": model.name, "effect_unit": unit, **row})
+                    rows.append({"model": label, "effect_unit": unit, **row})
+
+            for model, flags in zip(models, starts, strict=True):
+                measure(model.name, flags, wanted)
+            lacking = [] if names or "--rpc" in given else applied_nowhere(rows)
+            if lacking and rpc_servers.program() is not None:
+                # What needs several devices gets two, last: a device stays registered as long as the process.
+                bar.total += len(loads) * len(lacking)
+                endpoints = stack.enter_context(rpc_servers.rpc_servers(2))
+                flags = serve_flags(models[-1], loads, sizes, [*given, "--rpc", ",".join(endpoints), "-ngl", "99"])
+                measure(f"{models[-1].name} on two rpc-servers", flags, lacking)
+                starts.append(flags)
         result: dict[str, Any] = {
             "bench": NAME,
             "flags": [record.without_paths(flags) for flags in starts],
@@ -111,6 +126,12 @@ def run(args: argparse.Namespace) -> int:
     print(table(result))
     print(f"kept in {folder.final}", file=sys.stderr)
     return 0 if all(entry["ok"] for entry in result["plugins"].values()) else 1
+
+
+def applied_nowhere(rows: list[dict[str, Any]]) -> list[str]:
+    """Plugins that were not applicable in any row."""
+    names = dict.fromkeys(row["plugin"] for row in rows)
+    return [name for name in names if all(row["status"] == NOT_APPLICABLE for row in rows if row["plugin"] == name)]
 
 
 def share_s(deadline: float, n_left: int, n_loads: int) -> float:

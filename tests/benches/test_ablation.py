@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benches import ablation
+from benches import ablation, rpc_servers
 from benches.ablation import Ablation, summary
 from benches.errors import BenchError
 from benches.judge import ACTED, NO_EFFECT, NOT_APPLICABLE, NOT_MEASURED, TOKENS_CHANGED
 from benches.loads import LOADS, Sizes
+from benches.sides import SideError
 from llamamg.config import Config
 from llamamg.engine import Engine
 from llamamg.plugins import Found, Unavailable
@@ -122,6 +124,29 @@ def test_a_plugin_that_is_fixed_at_the_start_gets_two_processes(monkeypatch: pyt
     assert asked == ["a"]
     assert (made["a"]["status"], made["a"]["reason"]) == (NOT_APPLICABLE, "no second model")
     assert made["b"]["status"] == ACTED
+
+
+def test_what_applied_nowhere_is_known() -> None:
+    made = [("a", NOT_APPLICABLE), ("a", NOT_APPLICABLE), ("b", NOT_APPLICABLE), ("b", NO_EFFECT), ("c", ACTED)]
+    assert ablation.applied_nowhere([{"plugin": name, "status": status} for name, status in made]) == ["a"]
+
+
+def test_rpc_servers_listen_and_end() -> None:
+    if rpc_servers.program() is None:
+        pytest.skip("there is no rpc-server: run `llamamg build --upstream --server`")
+    with rpc_servers.rpc_servers(2) as endpoints:
+        assert len(set(endpoints)) == 2
+        for endpoint in endpoints:
+            socket.create_connection(("127.0.0.1", int(endpoint.partition(":")[2])), timeout=5).close()
+    for endpoint in endpoints:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(endpoint.partition(":")[2])), timeout=5)
+
+
+def test_a_missing_rpc_server_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_servers, "program", lambda: None)
+    with pytest.raises(SideError, match="llamamg build --upstream --server"), rpc_servers.rpc_servers(1):
+        pass
 
 
 def _row(status: str, load: str = "solo") -> dict[str, Any]:
