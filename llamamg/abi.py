@@ -66,6 +66,7 @@ struct mg_qsa {
     uint64_t n_bytes;
     uint64_t n_rebuilt;
     uint64_t us_rebuilt;
+    uint64_t n_lean;
     char reason[256];
 };
 void mg_qsa_stats(struct mg_qsa * out);
@@ -150,6 +151,7 @@ class QsaStats:
     n_bytes: int  # memory of pooled keys
     n_rebuilt: int = 0  # those of n_pooled that were written when the switch was turned on
     rebuilt_ms: float = 0.0  # time that took
+    n_lean: int = 0  # contexts that are alive and keep no raw index keys
     reason: str = ""  # why upstream's graph computed the last ubatch of n_fallback
 
 
@@ -239,6 +241,7 @@ class Abi:
             n_bytes=int(out.n_bytes),
             n_rebuilt=int(out.n_rebuilt),
             rebuilt_ms=int(out.us_rebuilt) / 1e3,
+            n_lean=int(out.n_lean),
             reason=_text(out.reason),
         )
 

@@ -54,7 +54,7 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     switches = {**plugins.native_switches(), **config.native_switches}
     header, pooled_keys = open_model(config.model.path), bool(switches.get("qsa"))
     config = split.resolve(lib, config, header, _say, pooled_keys)
-    check_memory(config, header, lib.mg.devices(), _warn, pooled_keys)
+    check_memory(config, header, lib.mg.devices(), _warn, pooled_keys, raw_keys=not switches.get("qsa-drop-raw"))
     llama = lib.llama
     handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)

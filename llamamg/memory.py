@@ -86,17 +86,18 @@ def check_memory(
     devices: Sequence[DeviceMemory] = (),
     warn: Callable[[str], None] = lambda _: None,
     pooled_keys: bool = False,
+    raw_keys: bool = True,
 ) -> None:
     """Compare what is needed with what is free on each device. Raises MemoryShortage.
 
-    `pooled_keys`: native QSA is on and keeps pooled keys beside the cache.
+    `pooled_keys`: native QSA is on and keeps pooled keys beside the cache; `raw_keys`: beside those they come from.
     `warn` gets a sentence when it will work, but slowly: weights larger than main memory.
     """
     names = {device.name for device in devices}
     if config.model.rpc or set(config.model.devices or ()) - names:
         return  # devices of other machines are not known before loading
     try:
-        needs = estimate(config, header, devices, pooled_keys)
+        needs = estimate(config, header, devices, pooled_keys, raw_keys)
     except (TypeError, ValueError, LookupError):
         return  # metadata of an odd shape: whether such a model loads is for libllama to say
     for device in devices:
@@ -130,7 +131,11 @@ def check_memory(
 
 
 def estimate(
-    config: Config, header: ModelHeader, devices: Sequence[DeviceMemory] = (), pooled_keys: bool = False
+    config: Config,
+    header: ModelHeader,
+    devices: Sequence[DeviceMemory] = (),
+    pooled_keys: bool = False,
+    raw_keys: bool = True,
 ) -> Estimate:
     """Bytes needed on each device for weights, context and computing."""
     c = config.context
@@ -140,7 +145,8 @@ def estimate(
     for tensor in header.tensors:
         out.on(place.weight(tensor.name)).weights += tensor.n_bytes
     for layer in range(layers.n_layer):
-        need, of_layer = out.on(place.cache(layer)), layer_memory(config, header, layers, layer, pooled_keys)
+        need = out.on(place.cache(layer))
+        of_layer = layer_memory(config, header, layers, layer, pooled_keys, raw_keys)
         need.cache += of_layer.cache
         need.indexer += of_layer.indexer
         need.recurrent += of_layer.recurrent
@@ -154,7 +160,9 @@ def estimate(
     return out
 
 
-def layer_memory(config: Config, header: ModelHeader, layers: LayerShapes, layer: int, pooled_keys: bool) -> Need:
+def layer_memory(
+    config: Config, header: ModelHeader, layers: LayerShapes, layer: int, pooled_keys: bool, raw_keys: bool = True
+) -> Need:
     """What one layer remembers of all sequences: cache, indexer keys, recurrent state."""
     c, need = config.context, Need()
     n_cells, n_streams, _ = _cells(c, header)
@@ -162,7 +170,8 @@ def layer_memory(config: Config, header: ModelHeader, layers: LayerShapes, layer
         cells = layers.cells(layer, n_cells, c, n_streams)
         for kind, n_values in ((c.cache_type_k, layers.n_k(layer)), (c.cache_type_v, layers.n_v(layer))):
             need.cache += n_streams * cells * _row_bytes(kind, n_values)
-        need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
+        if raw_keys:
+            need.indexer += n_streams * n_cells * _row_bytes(c.cache_type_k, layers.n_indexer(layer))
         if pooled_keys:
             need.indexer += int(n_streams * n_cells * _F32 * layers.n_pooled(layer))
     if layers.is_recurrent(layer):

@@ -12,7 +12,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llamamg import Config, Guard, Unavailable, architecture, has_switch, hookimpl, plugin, qsa_stats
+from llamamg import Config, Guard, Options, Unavailable, architecture, has_switch, hookimpl, plugin, qsa_stats
+
+MAX_UBATCH = 4080  # tokens of a sequence in a ubatch that the ring in place of the raw keys has room for
 
 
 @plugin(
@@ -27,7 +29,8 @@ from llamamg import Config, Guard, Unavailable, architecture, has_switch, hookim
 class Qsa:
     """`effect` counts ubatches that were computed natively since this instance was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop_raw_keys: bool = False) -> None:
+        self.drop_raw_keys = drop_raw_keys
         before = qsa_stats()
         self._n_before, self._n_fallback_before = before.n_native, before.n_fallback
 
@@ -49,8 +52,20 @@ class Qsa:
             f"switching on rebuilt {now.n_rebuilt} pooled keys per layer in {now.rebuilt_ms:.1f} ms"
             if now.n_rebuilt
             else "",
+            "raw index keys are dropped, so only a restart switches it off" if now.n_lean else "",
         ]
         return "; ".join(part for part in parts if part)
+
+    @hookimpl
+    def register_options(self, options: Options) -> None:
+        """One choice that a running server cannot change."""
+        options.add(
+            "drop-raw-keys",
+            type=bool,
+            default=False,
+            help="keep no raw index keys, which only upstream's attention needs (768 MiB per 262144 tokens of the released "
+            "model with an f16 cache): the plugin can then be switched off by a restart only",
+        )
 
     @hookimpl
     def register_metrics(self, metrics: Any) -> None:
@@ -67,11 +82,21 @@ class Qsa:
             raise Unavailable("this native build has no QSA of its own: run `llamamg build`")
         if config.context.flash_attn == "off":
             raise Unavailable("it needs flash attention (leave out -fa off)")
+        if self.drop_raw_keys:
+            self._check_droppable(config)
+
+    def _check_droppable(self, config: Config) -> None:
+        context = config.context
+        is_unified = context.kv_unified or (context.kv_unified is None and context.n_parallel < 0)
+        if is_unified and context.n_parallel != 1:
+            raise Unavailable("--qsa-drop-raw-keys needs a KV stream per slot (use --parallel N --no-kv-unified)")
+        if min(context.n_ubatch, context.n_batch) > MAX_UBATCH:
+            raise Unavailable(f"--qsa-drop-raw-keys needs an --ubatch-size of {MAX_UBATCH} or less")
 
     @hookimpl
     def native_switches(self) -> Mapping[str, Any]:
         """Off is upstream, bit for bit."""
-        return {"qsa": 1}
+        return {"qsa": 1, "qsa-drop-raw": 1} if self.drop_raw_keys else {"qsa": 1}
 
 
 class _Counters(Collector):

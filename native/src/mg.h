@@ -109,6 +109,7 @@ struct mg_qsa {
     uint64_t n_bytes;      // memory of pooled keys
     uint64_t n_rebuilt;    // those of n_pooled that were written when the switch was turned on
     uint64_t us_rebuilt;   // microseconds that took
+    uint64_t n_lean;       // contexts that are alive and keep no raw index keys (switch qsa-drop-raw)
     char     reason[256];  // why upstream's graph computed the last of n_fallback; "": there was none
 };
 

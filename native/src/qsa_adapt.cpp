@@ -134,6 +134,11 @@ std::string adapt(llama_context & ctx, uint64_t host_free) {
     if (!memory || memory->is_reserved()) {
         return "";
     }
+    if (memory->is_lean()) {
+        throw std::runtime_error(
+            "its raw index keys were dropped at the start (--qsa-drop-raw-keys), so there is nothing that upstream's "
+            "attention could read");
+    }
     const bool is_return = memory->is_return();
     memory->set_reserved(false);
     ctx.synchronize();

@@ -6,13 +6,22 @@
 class llama_memory_hybrid_idx_context;
 struct llama_layer;
 
-// Adds the input that ties a graph to its mode. Returns it as a tensor (I32 [4, S]), or nullptr: build upstream's
-// graph.
-ggml_tensor * qsa_graph_begin(const llm_graph_context & g, const llama_memory_hybrid_idx_context * mctx);
+// Inputs of a native graph; they belong to it. Those of the way without raw keys, or the range of POOL.
+struct qsa_graph_tensors {
+    ggml_tensor * range  = nullptr;  // I32 [4, S]
+    ggml_tensor * cells  = nullptr;  // I64 [T], see qsa_memory::lean_inputs
+    ggml_tensor * gather = nullptr;
+    ggml_tensor * pos    = nullptr;
+    ggml_tensor * rows   = nullptr;
+    int64_t       n_stream;
+};
+
+// Adds the input that ties a graph to its mode. Returns its tensors, or nullptr: build upstream's graph.
+const qsa_graph_tensors * qsa_graph_begin(const llm_graph_context & g, const llama_memory_hybrid_idx_context * mctx);
 
 // Stores the raw index keys of cur, pools what became complete, and returns the lists I32 [ntop, T].
 ggml_tensor * qsa_graph_select(const llm_graph_context & g, const llama_memory_hybrid_idx_context * mctx,
-                               const llama_layer & layer, llm_graph_input_attn_kv * inp, ggml_tensor * range,
+                               const llama_layer & layer, llm_graph_input_attn_kv * inp, const qsa_graph_tensors * in,
                                ggml_tensor * cur, ggml_tensor * inp_pos, int * sections, int il);
 
 // Stores K and V and attends; returns [D*H, T].

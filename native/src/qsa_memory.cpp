@@ -1,6 +1,7 @@
 #include "qsa_memory.h"
 
 #include <cstring>
+#include <stdexcept>
 
 #include "ggml-backend.h"
 #include "llama-impl.h"
@@ -28,24 +29,29 @@ qsa_memory::qsa_memory(const llama_model & model, const llama_kv_cache & attn, c
       idx(idx),
       v_trans(v_trans),
       offload(offload),
+      lean(drops_raw(model)),
+      ids(lean ? attn.get_layer_ids() : idx.get_layer_ids()),
       n_cell((int32_t) idx.get_size()),
       streams(idx.get_n_stream()) {
     reason = obstacle();
     if (reason.empty()) {
-        r    = (int32_t) model.hparams.dsv4_compress_ratios[idx.get_layer_ids().front()];
+        r    = (int32_t) model.hparams.dsv4_compress_ratios[ids.front()];
         ntop = (int32_t) model.hparams.indexer_top_k / r;
     }
-    wanted();
+    if (!wanted() && lean) {
+        throw std::runtime_error("native QSA is not possible here, so raw index keys cannot be dropped: " + reason);
+    }
+    qsa_total.n_lean += lean;
     set_reserved(true);
 }
 
 qsa_memory::~qsa_memory() {
+    qsa_total.n_lean -= lean;
     release();
 }
 
 std::string qsa_memory::obstacle() const {
     const auto & hparams = model.hparams;
-    const auto   ids     = idx.get_layer_ids();
     if (v_trans) {
         return "it needs flash attention (-fa on)";
     }
@@ -69,7 +75,7 @@ std::string qsa_memory::obstacle() const {
     if (hparams.indexer_top_k % ratio != 0 || n_cell % ratio != 0) {
         return "top_k or the context size is not a multiple of the compress ratio";
     }
-    if (!qsa_type_ok(idx.type_k()) || !qsa_type_ok(attn.type_k()) || !qsa_type_ok(attn.type_v())) {
+    if ((!lean && !qsa_type_ok(idx.type_k())) || !qsa_type_ok(attn.type_k()) || !qsa_type_ok(attn.type_v())) {
         return "the kernels cannot read this cache type";
     }
     return "";
@@ -78,8 +84,8 @@ std::string qsa_memory::obstacle() const {
 // Ask every device that holds an index layer, with tensors of the real shapes.
 std::string qsa_memory::device_obstacle() const {
     for (const auto & [il, pooled] : layers) {
-        ggml_tensor *      raw = idx.get_k_storage(il);
-        ggml_backend_dev_t dev = device_of(ggml_backend_buffer_get_type(raw->buffer));
+        ggml_tensor *      raw = lean ? rings.at(il) : idx.get_k_storage(il);
+        ggml_backend_dev_t dev = device_of(ggml_backend_buffer_get_type(pooled->buffer));
         if (std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0) {
             // It accepts every operation; the server behind it may be a stock build that aborts.
             return "a layer with an index cache is on an RPC server, which may not know the operation; keep such "
@@ -104,10 +110,11 @@ std::string qsa_memory::device_obstacle() const {
             ggml_tensor * k_idxs = ggml_new_tensor_1d(c, GGML_TYPE_I64, n_tokens);
             ggml_tensor * q_idx  = ggml_new_tensor_3d(c, GGML_TYPE_F32, raw->ne[0], hparams.indexer_n_head, n_tokens);
             ggml_tensor * q      = ggml_new_tensor_3d(c, GGML_TYPE_F32, D, H, n_tokens);
-            ggml_tensor * pool   = ggml_qsa_pool(c, whole(raw), pooled, gamma, some, r, n_cell, 1e-6f, &rope);
-            ggml_tensor * sel    = ggml_qsa_select(c, q_idx, pool, k_idxs, r, n_cell, ntop);
-            ggml_tensor * att    = ggml_qsa_attn(c, q, whole(attn.get_k_storage(il)), v, k_idxs,
-                                                 ggml_qsa_select_list(c, sel), r, n_cell, (int32_t) HKV, 1.0f);
+            ggml_tensor * pool =
+                lean ? keys(c, il) : ggml_qsa_pool(c, whole(raw), pooled, gamma, some, r, n_cell, 1e-6f, &rope);
+            ggml_tensor * sel = ggml_qsa_select(c, q_idx, pool, k_idxs, r, n_cell, ntop);
+            ggml_tensor * att = ggml_qsa_attn(c, q, whole(attn.get_k_storage(il)), v, k_idxs,
+                                              ggml_qsa_select_list(c, sel), r, n_cell, (int32_t) HKV, 1.0f);
             for (const ggml_tensor * op : { pool, sel, att }) {
                 if (!ggml_backend_dev_supports_op(dev, op)) {
                     return std::string("no kernel for these shapes and cache types on ") + ggml_backend_dev_name(dev);
@@ -124,6 +131,7 @@ void qsa_memory::release() {
     }
     buffers.clear();
     layers.clear();
+    rings.clear();
 }
 
 // Returns what went wrong, or nothing.
@@ -131,29 +139,35 @@ std::string qsa_memory::allocate() {
     const int64_t d = model.hparams.indexer_head_size;
 
     std::map<ggml_backend_buffer_type_t, std::vector<int32_t>> by_buft;
-    for (const uint32_t il : idx.get_layer_ids()) {
+    for (const uint32_t il : ids) {
         ggml_backend_buffer_type_t buft =
             offload ? ggml_backend_dev_buffer_type(model.dev_layer(il)) : ggml_backend_cpu_buffer_type();
         by_buft[buft].push_back((int32_t) il);
     }
-    for (const auto & [buft, ids] : by_buft) {
-        ggml_context_ptr ctx(ggml_init({ ids.size() * ggml_tensor_overhead(), nullptr, true }));
-        for (const int32_t il : ids) {
-            layers[il] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_cell / r * (int64_t) streams.size());
+    const int64_t n_stream = (int64_t) streams.size();
+    for (const auto & [buft, some] : by_buft) {
+        ggml_context_ptr ctx(ggml_init({ 2 * some.size() * ggml_tensor_overhead(), nullptr, true }));
+        for (const int32_t il : some) {
+            // without raw keys a row more, for padding
+            layers[il] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_cell / r * n_stream + lean);
             ggml_format_name(layers[il], "cache_qsa_l%d", il);
+            if (lean) {
+                rings[il] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, d, n_ring * n_stream);
+                ggml_format_name(rings[il], "cache_qsa_raw_l%d", il);
+            }
         }
         ggml_backend_buffer_t buffer = nullptr;
         if (model.hparams.no_alloc) {
             // Sizes are wanted, not memory; the scheduler must take the tensors for allocated.
             buffer = ggml_backend_buft_alloc_buffer(buft, 0);
-            for (const int32_t il : ids) {
-                layers[il]->buffer = buffer;
+            for (ggml_tensor * t = ggml_get_first_tensor(ctx.get()); t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buffer;
             }
         } else {
             buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft);
         }
         if (!buffer) {
-            const double n_mib = ids.size() * ggml_nbytes(layers[ids.front()]) / MiB;
+            const double n_mib = some.size() * ggml_nbytes(layers[some.front()]) / MiB;
             release();
             is_short = true;
             return format("%.0f MiB for its pooled keys do not fit on %s", n_mib, ggml_backend_buft_name(buft));
@@ -171,7 +185,7 @@ std::string qsa_memory::allocate() {
 }
 
 bool qsa_memory::wanted() {
-    if (!mg_switch_value(MG_QSA)) {
+    if (!lean && !mg_switch_value(MG_QSA)) {
         return false;
     }
     if (reason.empty() && buffers.empty()) {
@@ -210,7 +224,7 @@ std::string qsa_memory::take_reason() {
 }
 
 std::vector<uint32_t> qsa_memory::layer_ids() const {
-    return idx.get_layer_ids();
+    return ids;
 }
 
 std::map<ggml_backend_buffer_type_t, size_t> qsa_memory::memory_breakdown() const {

@@ -18,6 +18,8 @@
 #include "ggml-cpp.h"
 #include "llama.h"
 
+class llama_io_read_i;
+class llama_io_write_i;
 class llama_kv_cache;
 struct llama_model;
 struct llama_ubatch;
@@ -34,6 +36,38 @@ public:
 
     // The cells hold the ubatch now: can the native graph compute it? Fixes ranges() until the next call.
     bool begin(const llama_ubatch & ubatch, uint32_t n_stream);
+
+    // ---- without raw keys (qsa_lean.cpp): a ring holds those of the last positions, in F32; states carry pooled keys
+
+    // What a graph without raw keys is given for a ubatch, for n_slot blocks: those that become complete, and padding.
+    struct lean_inputs {
+        std::vector<int64_t> cells;   // [T] row of the ring of each token
+        std::vector<int32_t> gather;  // [r * n_slot] rows of the ring of each block
+        std::vector<int32_t> pos;     // [4 * n_slot] position of its first token in all sections
+        std::vector<int64_t> rows;    // [n_slot] row of the pooled storage; the last one takes the padding
+    };
+    static constexpr int64_t n_ring = 4096;  // rows of a stream; more than a ubatch and what is rolled back
+
+    // Are raw keys dropped in a context made now? Then index_layers() leaves the index cache without layers.
+    static bool                         drops_raw(const llama_model & model);
+    static std::function<bool(int32_t)> index_layers(const llama_model & model, std::function<bool(int32_t)> filter);
+    bool                                is_lean() const {
+        return lean;
+    }
+    int64_t n_slot(int64_t n_tokens, int64_t n_stream) const {
+        return n_tokens / r + n_stream;
+    }
+    const lean_inputs & inputs() const {
+        return lean_in;
+    }
+    ggml_tensor * ring(int32_t il) const {
+        return rings.at(il);
+    }
+    // The sequence is copied with its cells: keys follow at copy_pending(), when the device is idle.
+    void copy(llama_seq_id from, llama_seq_id to);
+    void copy_pending();
+    void state_write(llama_io_write_i & io, llama_seq_id seq, bool partial) const;
+    void state_read(llama_io_read_i & io, llama_seq_id seq, bool partial);
 
     // {stream, lo, hi, 0} per stream of the ubatch: the blocks that POOL has to write.
     const std::vector<int32_t> & ranges() const {
@@ -80,6 +114,8 @@ public:
     ggml_tensor * pooled(int32_t il) const {
         return layers.at(il);
     }
+    // The storage of all pooled keys as SELECT reads it; written: a result that writes to it, or the storage itself.
+    ggml_tensor *          keys(ggml_context * ctx, int32_t il, ggml_tensor * written = nullptr) const;
     const llama_kv_cache & index_cache() const {
         return idx;
     }
@@ -93,21 +129,28 @@ private:
         int64_t      n_same   = 0;      // W
         int64_t      n_pooled = 0;      // P
         bool         unknown  = false;  // n_same must be counted anew
+        // without raw keys: the first position whose raw key the ring holds, and those that a state brought back
+        int64_t raw_from = 0, saved_from = -1, saved_to = -1;
     };
 
     std::string obstacle() const;  // what about the model or the context's options does not fit; empty if all does
     std::string device_obstacle() const;
     std::string allocate();
+    std::string lean_obstacle(uint32_t stream, const llama_ubatch & ubatch) const;
+    void        fill_inputs(const llama_ubatch & ubatch);
+    void        lean_remove(stream_state & state, int64_t p0) const;
     void        release();
     void        recount(stream_state & state, llama_seq_id seq) const;
     void        follow(const llama_ubatch & ubatch, std::vector<uint32_t> & touched);
     void        fall_back(const char * reason);
 
-    const llama_model &    model;
-    const llama_kv_cache & attn;
-    const llama_kv_cache & idx;
-    const bool             v_trans;
-    const bool             offload;
+    const llama_model &         model;
+    const llama_kv_cache &      attn;
+    const llama_kv_cache &      idx;
+    const bool                  v_trans;
+    const bool                  offload;
+    const bool                  lean;
+    const std::vector<uint32_t> ids;  // layers with an index
 
     int32_t     r      = 0;
     int32_t     ntop   = 0;
@@ -115,7 +158,9 @@ private:
     std::string reason;  // why this context cannot run natively; empty if it can
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> buffers;
-    std::map<int32_t, ggml_tensor *>                                  layers;
+    std::map<int32_t, ggml_tensor *>                                  layers, rings;
+    lean_inputs                                                       lean_in;
+    std::vector<std::pair<uint32_t, uint32_t>>                        pending;  // streams to copy from, to
 
     std::vector<stream_state> streams;
     std::vector<int32_t>      range;

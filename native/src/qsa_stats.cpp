@@ -18,7 +18,7 @@ void qsa_count_fallback(const std::string & reason) {
 
 void qsa_stats_read(qsa_stats * out) {
     const qsa_totals & t = qsa_total;
-    *out                 = { t.n_native, t.n_fallback, t.n_pooled, t.n_bytes, t.n_rebuilt, t.us_rebuilt, "" };
+    *out                 = { t.n_native, t.n_fallback, t.n_pooled, t.n_bytes, t.n_rebuilt, t.us_rebuilt, t.n_lean, "" };
     const std::lock_guard<std::mutex> lock(mutex);
     std::snprintf(out->reason, sizeof(out->reason), "%s", last_reason.c_str());
 }

@@ -17,6 +17,7 @@ struct qsa_stats {
     uint64_t n_bytes;      // memory of pooled keys, all contexts that are alive
     uint64_t n_rebuilt;    // pooled keys written because the switch was turned on while sequences lived, per layer
     uint64_t us_rebuilt;   // time of that
+    uint64_t n_lean;       // contexts that are alive and keep no raw index keys
     char     reason[256];  // why upstream's graph computed the last ubatch of n_fallback; empty: there was none
 };
 
@@ -30,7 +31,8 @@ MG_API void qsa_stats_read(struct qsa_stats * out);
 
 // Where libllama counts. Threads of several contexts add to it.
 struct qsa_totals {
-    std::atomic<uint64_t> n_native{ 0 }, n_fallback{ 0 }, n_pooled{ 0 }, n_bytes{ 0 }, n_rebuilt{ 0 }, us_rebuilt{ 0 };
+    std::atomic<uint64_t> n_native{ 0 }, n_fallback{ 0 }, n_pooled{ 0 }, n_bytes{ 0 }, n_rebuilt{ 0 }, us_rebuilt{ 0 },
+        n_lean{ 0 };
 };
 
 extern qsa_totals qsa_total;

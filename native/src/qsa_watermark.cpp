@@ -29,10 +29,18 @@ void qsa_memory::clear() {
 
 void qsa_memory::forget(llama_seq_id seq) {
     for (size_t s = 0; s < streams.size(); ++s) {
-        if (seq < 0 || s == idx.get_stream(seq)) {
-            streams[s].unknown  = true;
+        if (seq >= 0 && s != idx.get_stream(seq)) {
+            continue;
+        }
+        if (lean) {
+            // What is pooled cannot be pooled again; it stays valid as far as the cells are found to be positions.
+            if (idx.get_cells(seq < 0 ? (llama_seq_id) s : seq).get_used() == 0) {
+                streams[s] = stream_state();
+            }
+        } else {
             streams[s].n_pooled = 0;
         }
+        streams[s].unknown = true;
     }
 }
 
@@ -44,8 +52,9 @@ void qsa_memory::remove(llama_seq_id seq, llama_pos p0) {
     // Raw keys below p0 are still there; the block that p0 cuts is pooled again when it is complete again.
     stream_state & state = streams[idx.get_stream(seq)];
     p0                   = std::max<llama_pos>(p0, 0);
-    state.n_same         = std::min<int64_t>(state.n_same, p0);
-    state.n_pooled       = std::min<int64_t>(state.n_pooled, p0 / r);
+    lean_remove(state, p0);
+    state.n_same   = std::min<int64_t>(state.n_same, p0);
+    state.n_pooled = std::min<int64_t>(state.n_pooled, p0 / r);
 }
 
 void qsa_memory::take_over(const qsa_memory & from, llama_seq_id seq_from, llama_seq_id seq_to,
@@ -53,7 +62,8 @@ void qsa_memory::take_over(const qsa_memory & from, llama_seq_id seq_from, llama
     const uint32_t       stream_from = from.idx.get_stream(seq_from);
     const uint32_t       stream_to   = idx.get_stream(seq_to);
     const stream_state & source      = from.streams[stream_from];
-    if (from.buffers.empty() || buffers.empty() || source.owner != seq_from || source.n_pooled == 0) {
+    if (from.buffers.empty() || buffers.empty() || lean != from.lean || source.owner != seq_from ||
+        (!lean && source.n_pooled == 0)) {
         return;
     }
     // A block's key depends on the raw keys at its positions only, so it is valid wherever the cells are positions.
@@ -63,7 +73,19 @@ void qsa_memory::take_over(const qsa_memory & from, llama_seq_id seq_from, llama
         copy(theirs, stream_from * (size_t) (from.n_cell / r) * theirs->nb[1], pooled,
              stream_to * (size_t) (n_cell / r) * pooled->nb[1], n_row * pooled->nb[1]);
     }
-    streams[stream_to] = { seq_to, 0, n_row, true };
+    stream_state & target = streams[stream_to];
+    target                = stream_state();
+    target.owner          = seq_to;
+    target.n_pooled       = n_row;
+    target.unknown        = true;
+    if (lean) {
+        for (const auto & [il, mine] : rings) {
+            ggml_tensor * theirs = from.rings.at(il);
+            copy(theirs, stream_from * n_ring * theirs->nb[1], mine, stream_to * n_ring * mine->nb[1],
+                 n_ring * mine->nb[1]);
+        }
+        target.raw_from = source.raw_from;
+    }
 }
 
 void qsa_memory::recount(stream_state & state, llama_seq_id seq) const {
@@ -138,6 +160,13 @@ bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
             return false;
         }
         n_new += state.n_same / r - state.n_pooled;
+        if (lean) {
+            const std::string gone = lean_obstacle(s, ubatch);
+            if (!gone.empty()) {
+                fall_back(gone.c_str());
+                return false;
+            }
+        }
     }
     if (touched.size() != n_stream) {
         fall_back("the ubatch has tokens of one stream in several places");
@@ -146,7 +175,9 @@ bool qsa_memory::begin(const llama_ubatch & ubatch, uint32_t n_stream) {
     for (const uint32_t s : touched) {
         range.insert(range.end(), { (int32_t) s, (int32_t) streams[s].n_pooled, (int32_t) (streams[s].n_same / r), 0 });
     }
-    if (n_new > ubatch.n_tokens / r + (int64_t) touched.size()) {
+    if (lean) {
+        fill_inputs(ubatch);
+    } else if (n_new > ubatch.n_tokens / r + (int64_t) touched.size()) {
         LLAMA_LOG_INFO("%s: rebuilding %" PRId64 " pooled keys of QSA per layer\n", __func__, n_new);
     }
     return true;
@@ -181,6 +212,10 @@ void qsa_memory::adopt(int64_t us) {
 }
 
 void qsa_memory::fall_back(const char * reason) {
+    if (lean) {
+        LLAMA_LOG_ERROR("%s: a ubatch cannot be computed without raw index keys: %s\n", __func__, reason);
+        return;
+    }
     qsa_count_fallback(reason);
     if (!said) {
         said = true;

@@ -174,6 +174,8 @@ def test_pooled_keys_of_native_qsa_are_counted(micro_model: Path) -> None:
     )
     assert pooled == sum(8192 // ratio * width * 4 for ratio in ratios if ratio)
     assert pooled > 0
+    dropped = estimate(config, header, pooled_keys=True, raw_keys=False).on("CPU").indexer
+    assert dropped == pooled
 
 
 @pytest.mark.parametrize("native", [False, True])

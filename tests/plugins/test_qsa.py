@@ -52,6 +52,19 @@ def test_facts_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.qsa_stats().n_native == 0
 
 
+@pytest.mark.parametrize(
+    ("context", "what"),
+    [
+        ({"n_parallel": 2, "kv_unified": True}, "--no-kv-unified"),
+        ({}, "--no-kv-unified"),
+        ({"n_parallel": 2, "n_ubatch": 8192, "n_batch": 8192}, "--ubatch-size of 4080 or less"),
+    ],
+)
+def test_raw_keys_are_not_dropped_everywhere(micro_model: Path, context: dict[str, Any], what: str) -> None:
+    with pytest.raises(Unavailable, match=what):
+        Qsa(drop_raw_keys=True).configure(Config(ModelConfig(micro_model), ContextConfig(**context)))
+
+
 @pytest.fixture
 def engine(library: Library, micro_model: Path) -> Iterator[Callable[..., Engine]]:
     """Engines with these plugins and nothing else; the switch is put back at the end."""
@@ -69,6 +82,7 @@ def engine(library: Library, micro_model: Path) -> Iterator[Callable[..., Engine
     for made in engines:
         made.stop(1)
     library.mg.set_switch("qsa", 0)
+    library.mg.set_switch("qsa-drop-raw", 0)
 
 
 def answer(engine: Engine, seed: int = 1, n_predict: int = 12) -> tuple[int, ...]:
@@ -176,3 +190,21 @@ def test_what_upstream_computes_instead_is_counted_and_said(engine: Callable[...
     assert after["llamamg:qsa_fallback_ubatches_total"] - before["llamamg:qsa_fallback_ubatches_total"] >= 12
     assert after["llamamg:qsa_native_ubatches_total"] == before["llamamg:qsa_native_ubatches_total"]
     assert "ubatches left to upstream's attention, the last one because: the cells of a sequence" in view(made).note
+
+
+def test_without_raw_keys_the_toggle_is_gone(engine: Callable[..., Engine], library: Library) -> None:
+    """Two slots, answers that reuse a cached prompt and rewind to a snapshot: all as with raw keys."""
+    with_raw = engine(PluginsConfig(enable=("qsa",), only=True))
+    wanted = [answer(with_raw, seed) for seed in (1, 2, 1, 3)]
+    with_raw.stop(1)
+    options = {"qsa": {"drop-raw-keys": "on"}}
+    made = engine(PluginsConfig(enable=("qsa",), only=True, options=options))
+    assert library.mg.switch("qsa-drop-raw") == 1
+    assert library.mg.qsa_stats().n_lean == 1
+    assert [answer(made, seed) for seed in (1, 2, 1, 3)] == wanted
+    with pytest.raises(PluginError, match="raw index keys were dropped at the start .*; restart"):
+        made.plugins.toggle("qsa", False)
+    assert "qsa" in made.plugins.enabled()
+    assert (library.mg.switch("qsa"), library.mg.switch("qsa-drop-raw")) == (1, 1)
+    assert "raw index keys are dropped, so only a restart switches it off" in view(made).note
+    assert answer(made) == wanted[0]
