@@ -48,10 +48,13 @@ class Draft:
     n_hits: int
 
 
+NOTHING = Draft([], 0, 0, 0)
+
+
 class DraftIndex:
     """N-grams of the given lengths of one sequence; used by one thread. Raises RuntimeError without the native library."""
 
-    __slots__ = ("_ffi", "_found", "_handle", "_lib", "_out", "_size_max")
+    __slots__ = ("_array", "_draft", "_ffi", "_follow", "_found", "_handle", "_lib", "_out", "_size_max")
 
     def __init__(self, orders: tuple[int, ...], n_max: int) -> None:
         from llamamg import library
@@ -67,20 +70,26 @@ class DraftIndex:
         self._handle: Any = ffi.gc(handle, self._lib.mg_lookup_free)
         self._out, self._size_max = ffi.new("int32_t[]", max(1, n_max)), n_max
         self._found = ffi.new("struct mg_lookup_found *")
+        # Looked up once: these are called for each sequence in each step, when nothing of it is in the CPU's caches.
+        self._array, self._follow, self._draft = (
+            ffi.typeof("int32_t[]"),
+            self._lib.mg_lookup_follow,
+            self._lib.mg_lookup_draft,
+        )
 
     def follow(self, tokens: Tokens, *, whole: bool = False) -> int:
         """Hold exactly these tokens; how many are new. Only the end of those held is compared, or the `whole` of them."""
-        data = self._ffi.from_buffer("int32_t[]", np.ascontiguousarray(tokens, np.int32))
-        return int(self._lib.mg_lookup_follow(self._handle, data, len(tokens), whole))
+        if tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
+            tokens = np.ascontiguousarray(tokens, np.int32)
+        n: int = self._follow(self._handle, self._ffi.from_buffer(self._array, tokens), len(tokens), whole)
+        return n
 
     def draft(self, last: int, rule: DraftRule, n_max: int, where: DraftIndex | None = None) -> Draft:
         """At most `n_max` tokens that may follow the held ones and `last`, looked for in `where` (default: here)."""
         other = self._ffi.NULL if where is None else where._handle
-        n_max = min(n_max, self._size_max)
-        n = self._lib.mg_lookup_draft(self._handle, other, last, rule.native, n_max, self._out, self._found)
         found = self._found
-        tokens = self._ffi.unpack(self._out, n) if n > 0 else []
-        return Draft(tokens, int(found.key), int(found.n_matched), int(found.n_hits))
+        n = self._draft(self._handle, other, last, rule.native, min(n_max, self._size_max), self._out, found)
+        return Draft(self._ffi.unpack(self._out, n), found.key, found.n_matched, found.n_hits) if n > 0 else NOTHING
 
     def judge(self, draft: Draft, n_drafted: int, n_accepted: int) -> None:
         """Tell what became of the first `n_drafted` tokens of a draft; for rules that are adaptive."""
