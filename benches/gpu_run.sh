@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measurements on a machine without a network, from what gpu_pack.sh packed, with a synthetic model.
 # usage: benches/gpu_run.sh PACK OUT      OUT gets results.tgz (a machine's folder of benches/results), lines.jsonl and run.log
-# STEPS (default grid) of: kernels depth mixed grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
+# STEPS (default grid) of: kernels depth mixed spec grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
 # Other variables: PRESET, EXPERTS, JOBS, WORK (scratch, room for the model; what is there already is used again), FLAGS (of the
 # servers); of the grid SIDES, SLOTS, DEPTHS (`fit`: the deepest that the time left allows), REPEATS, MINUTES, N_PREDICT;
 # DEPTH_FLAGS, MIXED_SIDES, MIXED_FLAGS. With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
@@ -59,6 +59,8 @@ exec 3>&1
     # shellcheck disable=SC2046,SC2086
     case $name in
       kernels) step kernels --device "${KERNELS:-cuda}" ;;
+      spec) step spec --cells "${SPEC_CELLS:-forced,never}" --depth "${SPEC_DEPTH:-20000}" --tokens 256 --pairs "${SPEC_PAIRS:-5}" \
+        --history 0 --synthetic "$made" -m "$work/$preset.gguf" $flags -np 1 -c 40960 --enable only:spec,qsa ${SPEC_FLAGS:-} ;;
       depth) step qsa_depth -m "$work/$preset.gguf" --synthetic "$made" --scratch "$work" --lines "$out/lines.jsonl" ${DEPTH_FLAGS:-} ;;
       mixed) step mixed $(sides ${MIXED_SIDES:-ours off upstream}) --synthetic "$made" ${MIXED_FLAGS:-} -m "$work/$preset.gguf" $flags ;;
       grid)

@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     n_slots = max((len(CELLS[name].texts) for name in names), default=1)
     per_slot = -(-(max(args.depth, 512) + 8 * args.tokens + 1024) // 256) * 256
     kind = [] if "--spec-type" in given else ["--spec-type", DEFAULT_TYPE]
+    kind += [] if "--enable" in given else ["--enable", f"only:{PLUGIN}"]
     defaults = ["-np", str(n_slots), "--no-kv-unified", "-c", str(n_slots * per_slot), "-lv", "2", *kind]
-    flags = ["-m", str(model), *defaults, "--enable", f"only:{PLUGIN}", *given]
+    flags = ["-m", str(model), *defaults, *given]
     config = config_of(flags)
     result: dict[str, Any] = {
         "bench": NAME,

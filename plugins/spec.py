@@ -30,7 +30,7 @@ from llamamg_plugins.spec_cost import WIDTHS, Account, Offer, StepTimes, choose,
 from llamamg_plugins.spec_options import declare
 from llamamg_plugins.spec_types import NAMES, Kind, kinds
 
-PLAIN_EVERY = 256  # steps after which one without drafts is taken, to know how long it takes now
+PLAIN_EVERY = 64  # steps after which one without drafts is taken, to know how long it takes now
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
 ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
@@ -61,6 +61,7 @@ class Reader:
 
     indexes: list[DraftIndex]
     request: int = -1
+    account: Account | None = None  # of that request
 
 
 @dataclass(slots=True)
@@ -148,11 +149,15 @@ class Spec:
         if reader is None:
             made = [DraftIndex(kind.orders, min(kind.n_max, max(self.n_max, kind.rule.n_min))) for kind in self.kinds]
             reader = self._readers[slot.id] = Reader(made)
-        is_new = reader.request != sequence.request.id
-        reader.request = sequence.request.id
         tokens = slot.tokens.view() if n is None else slot.tokens.view()[:n]
-        for index in reader.indexes:
-            index.follow(tokens, whole=is_new)
+        if reader.request == sequence.request.id:
+            for index in reader.indexes:
+                index.follow(tokens)
+        else:
+            n_new = max(index.follow(tokens, whole=True) for index in reader.indexes)
+            before, reader.request, reader.account = reader.account, sequence.request.id, None
+            if before is not None and 2 * n_new <= len(tokens):
+                reader.account = self._accounts[reader.request] = before.heir()
         return reader
 
     # ---- what is drafted
@@ -267,13 +272,15 @@ class Spec:
         guess = self._guesses.get(sequence.request.id)
         if guess is None or sequence.n_decoded == guess.n_decoded + guess.n_right:
             return
-        tokens, draft = guess.tokens, guess.draft
-        if sequence.last_token == tokens[guess.n_right]:
-            guess.n_right += 1
-            if guess.n_right < len(tokens):
-                return
-        n_round = len(draft.tokens) if guess.n_right == len(tokens) else guess.n_right
-        self._account(sequence).learn(draft.n_matched, len(tokens), guess.n_right, n_round)
+        account, n_matched = self._account(sequence), guess.draft.n_matched
+        if guess.n_right == 0:
+            account.begin_guess(n_matched)
+        is_right = sequence.last_token == guess.tokens[guess.n_right]
+        account.guess(n_matched, is_right)
+        guess.n_right += is_right
+        if is_right and guess.n_right < len(guess.tokens):
+            return
+        account.count_round(len(guess.draft.tokens) if is_right else guess.n_right)
         del self._guesses[sequence.request.id]
 
     @hookimpl
@@ -293,9 +300,11 @@ class Spec:
         plain_s = self.times.plain_s(n_users)
         if plain_s == 0.0:
             return
-        lost = elapsed_s / plain_s - 1.0 if n_draft or n_again else 0.0
+        lost = 0.0
         if n_draft or n_again:
             self.totals.verify_s += max(0.0, elapsed_s - plain_s)
+            # What such a step takes usually: a sequence is not in debt because the machine was busy.
+            lost = elapsed_s / plain_s - 1.0 if n_again else self.times.ratio(n_users, n_draft) - 1.0
         for row in rows:
             if (account := self._accounts.get(row.sequence.request.id)) is not None:
                 account.book(self.max_loss - max(0.0, lost))
@@ -304,6 +313,9 @@ class Spec:
         account = self._accounts.get(sequence.request.id)
         if account is None:
             account = self._accounts[sequence.request.id] = Account()
+            reader = self._readers.get(sequence.slot.id)
+            if reader is not None and reader.request == sequence.request.id:
+                reader.account = account
         return account
 
     @hookimpl

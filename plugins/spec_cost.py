@@ -12,6 +12,8 @@ OUTLIER = 3.0  # a step that takes more than so many times the usual counts as s
 FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is known
 FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
 RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
+STAKE = 3.0  # steps that one draft may cost at most, without credit
+SURE = 10.0  # tokens that what is known of an earlier request counts as
 SAVED_MAX = 16.0  # steps' worth of credit a sequence can save up
 
 
@@ -71,20 +73,26 @@ class StepTimes:
             return 1.0
         known = self._ratio.get(n_users)
         if not known:
-            return 1.0 + FIRST_SLOPE * n_draft / n_users
-        if (exact := known.get(n_draft)) is not None:
-            return self._aged(exact)
+            return _guessed(n_users, n_draft)
+        if n_draft in known:
+            return self._known(n_users, n_draft)
         sizes = sorted([0, *known])
         below = max((n for n in sizes if n < n_draft), default=0)
         above = min((n for n in sizes if n > n_draft), default=None)
         if above is None:  # beyond what was tried: as steep as the last piece
             above, below = below, max(n for n in sizes if n < below)
-        low = self._aged(known[below]) if below else 1.0
-        high = self._aged(known[above])
+        low, high = self._known(n_users, below), self._known(n_users, above)
         return max(1.0, low + (high - low) * (n_draft - below) / (above - below))
 
-    def _aged(self, ratio: Average) -> float:
-        return 1.0 + (max(1.0, ratio.value) - 1.0) * 0.5 ** ((self.step - ratio.seen) / FORGET_STEPS)
+    def _known(self, n_users: int, n_draft: int) -> float:
+        """A measured ratio: not believed to be as bad as it looks when it was seen only once, or long ago."""
+        if n_draft == 0:
+            return 1.0
+        average = self._ratio[n_users][n_draft]
+        ratio = max(1.0, average.value)
+        if average.n < 2:
+            ratio = min(ratio, _guessed(n_users, n_draft))
+        return 1.0 + (ratio - 1.0) * 0.5 ** ((self.step - average.seen) / FORGET_STEPS)
 
     def table(self) -> dict[str, dict[str, float]]:
         """users -> drafted tokens -> ratio, for people; "0" has the milliseconds of a step without drafts."""
@@ -93,6 +101,10 @@ class StepTimes:
             ratios = {str(n): round(r.value, 2) for n, r in sorted(self._ratio.get(n_users, {}).items())}
             out[str(n_users)] = {"0": round(1e3 * plain.value, 3), **ratios}
         return out
+
+
+def _guessed(n_users: int, n_draft: int) -> float:
+    return 1.0 + FIRST_SLOPE * n_draft / n_users
 
 
 @dataclass(slots=True)
@@ -124,17 +136,36 @@ class Account:
         """The counts of matches of this length."""
         return self.rates[(n_matched >= 8) + (n_matched >= 16)]
 
-    def learn(self, n_matched: int, n_draft: int, n_accepted: int, n_round: int | None = None) -> None:
-        """A draft was checked: verified by the model, or compared with what came without it.
-
-        `n_round`: tokens the round would have brought, where only a part of the draft was compared.
-        """
+    def learn(self, n_matched: int, n_draft: int, n_accepted: int) -> None:
+        """A draft of `n_draft` tokens was verified."""
+        self.begin_guess(n_matched)
         rate = self.rate(n_matched)
-        rate.right = DECAY * rate.right + n_accepted
-        rate.wrong = DECAY * rate.wrong + (n_accepted < n_draft)
+        rate.right += n_accepted
+        rate.wrong += n_accepted < n_draft
+        self.count_round(n_accepted)
+
+    def begin_guess(self, n_matched: int) -> None:
+        """A draft is going to be compared with what comes, token by token: what was before counts less."""
+        rate = self.rate(n_matched)
+        rate.right, rate.wrong = DECAY * rate.right, DECAY * rate.wrong
+
+    def guess(self, n_matched: int, right: bool) -> None:
+        """The next token of such a draft came, or another one."""
+        rate = self.rate(n_matched)
+        rate.right, rate.wrong = rate.right + right, rate.wrong + (not right)
+
+    def count_round(self, n_accepted: int) -> None:
+        """A round brought so many tokens, or would have."""
         self.rounds += 1
         weight = max(1 - DECAY, 1 / self.rounds)
-        self.accepted_ema += weight * ((n_accepted if n_round is None else n_round) - self.accepted_ema)
+        self.accepted_ema += weight * (n_accepted - self.accepted_ema)
+
+    def heir(self) -> Account:
+        """The account of a request that continues this one's text: the same rates, less sure, and nothing else."""
+        rates = tuple(
+            Rate(r.right * k, r.wrong * k) for r in self.rates for k in [min(1.0, SURE / (r.right + r.wrong))]
+        )
+        return Account(rates=rates)  # type: ignore[arg-type]
 
     def expected(self, n_matched: int, width: int) -> float:
         """Tokens that a draft of this width is expected to bring: p + p² + … + p^width."""
@@ -143,7 +174,8 @@ class Account:
 
     def risks(self, n_matched: int, extra: float) -> bool:
         """Whether a draft that makes the step `extra` longer stakes more than this sequence has."""
-        return self.credit < 0 or (1 - self.rate(n_matched).p) * extra > RISK + self.credit / 8
+        likely = (1 - self.rate(n_matched).p) * extra
+        return self.credit < 0 or extra > STAKE + self.credit or likely > RISK + self.credit / 8
 
     def book(self, change: float) -> None:
         """Add to the credit, within its bound."""

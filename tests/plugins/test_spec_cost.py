@@ -78,21 +78,23 @@ def test_who_is_in_debt_waits() -> None:
 
 
 def test_a_new_sequence_begins_with_short_drafts() -> None:
-    known = times(w1=0.015, w3=0.02, w7=0.0355, w15=0.06, w31=0.12)
+    known = times(w1=0.02, w3=0.025, w7=0.045, w15=0.09, w31=0.18)
     new = Account()
     assert widths([Offer(new, 40, LONG)], known) == [3]
     for _ in range(10):
         new.learn(LONG, 7, 7)
+    assert widths([Offer(new, 40, LONG)], known) == [3]  # it looks good, and has not gained anything yet
+    new.book(1.0)
     assert widths([Offer(new, 40, LONG)], known)[0] > 3
 
 
 def test_a_neighbour_waits_only_as_long_as_its_credit_lasts() -> None:
     known = times(2, w7=0.015, w1=0.0145, w3=0.0148, w15=0.05, w31=0.1)
-    assert choose([Offer(sure(), 40, LONG), Offer(Account(credit=0.4))], known, 31, 0.03) == (
+    assert choose([Offer(sure(), 10, LONG), Offer(Account(credit=0.4))], known, 31, 0.03) == (
         [0, 0],
         "would cost others",
     )
-    assert widths([Offer(sure(), 40, LONG), Offer(Account(credit=0.6))], known) == [7, 0]
+    assert widths([Offer(sure(), 10, LONG), Offer(Account(credit=0.6))], known) == [7, 0]
 
 
 def test_two_that_gain_draft_together_and_one_that_would_lose_is_left_out() -> None:
@@ -139,6 +141,8 @@ def test_one_slow_step_does_not_count_for_ever() -> None:
 def test_the_first_time_of_a_new_shape_is_not_believed() -> None:
     known = times()
     known.observe(1, 7, 0.5)
+    assert known.ratio(1, 7) == pytest.approx(4.5)  # what is guessed for a size that was never seen
+    assert known.ratio(1, 15) == pytest.approx(8.5)
     known.observe(1, 7, 0.02)
     assert known.ratio(1, 7) == pytest.approx(2.0)
 
@@ -159,3 +163,20 @@ def test_credit_is_bounded_above() -> None:
     account.book(-17.0)
     assert account.credit == -1.0
     assert WIDTHS[0] == 1
+
+
+def test_what_continues_a_text_begins_with_what_was_learned_of_it() -> None:
+    heir = sure(credit=5.0).heir()
+    assert heir.rate(LONG).p > 0.95
+    assert heir.rate(LONG).right + heir.rate(LONG).wrong == pytest.approx(10.0)
+    assert (heir.credit, heir.rounds) == (0.0, 0)
+    assert Account().heir() == Account()
+
+
+def test_guesses_count_at_once() -> None:
+    account, whole = Account(), Account()
+    account.begin_guess(LONG)
+    for right in (True, True, True, False):
+        account.guess(LONG, right)
+    whole.learn(LONG, 8, 3)
+    assert account.rate(LONG) == whole.rate(LONG)
