@@ -31,6 +31,7 @@ from llamamg_plugins.spec_options import declare
 from llamamg_plugins.spec_types import NAMES, Kind, kinds
 
 PLAIN_EVERY = 64  # steps after which one without drafts is taken, to know how long it takes now
+BUSY = 1.5  # times its usual length that a step is booked with at most
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
 ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
@@ -303,8 +304,9 @@ class Spec:
         lost = 0.0
         if n_draft or n_again:
             self.totals.verify_s += max(0.0, elapsed_s - plain_s)
-            # What such a step takes usually: a sequence is not in debt because the machine was busy.
-            lost = elapsed_s / plain_s - 1.0 if n_again else self.times.ratio(n_users, n_draft) - 1.0
+            # Not much more than such a step takes usually: nobody is in debt because the machine was busy.
+            usual = self.times.ratio(n_users, n_draft) if n_again == 0 else 1.0 + n_again
+            lost = min(elapsed_s / plain_s, BUSY * usual) - 1.0
         for row in rows:
             if (account := self._accounts.get(row.sequence.request.id)) is not None:
                 account.book(self.max_loss - max(0.0, lost))

@@ -13,6 +13,7 @@ FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is kno
 FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
 RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
 STAKE = 3.0  # steps that one draft may cost at most, without credit
+NEIGHBOUR_MAX = 1.0  # steps that a sequence that does not draft waits longer at most, whatever its credit
 SURE = 10.0  # tokens that what is known of an earlier request counts as
 SAVED_MAX = 16.0  # steps' worth of credit a sequence can save up
 
@@ -207,7 +208,9 @@ def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float) -> t
         why = reason or why
         if not any(widths):
             continue
-        if any(not w and offer.account.credit < extra for offer, w in zip(offers, widths, strict=True)):
+        if any(
+            not w and min(offer.account.credit, NEIGHBOUR_MAX) < extra for offer, w in zip(offers, widths, strict=True)
+        ):
             why = "would cost others"
             continue
         rate = (n_users + sum(gains)) / n_users / (1.0 + extra)

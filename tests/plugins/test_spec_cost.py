@@ -95,6 +95,8 @@ def test_a_neighbour_waits_only_as_long_as_its_credit_lasts() -> None:
         "would cost others",
     )
     assert widths([Offer(sure(), 10, LONG), Offer(Account(credit=0.6))], known) == [7, 0]
+    slow = times(2, w1=0.022, w3=0.024, w7=0.026)
+    assert widths([Offer(sure(), 10, LONG), Offer(Account(credit=9.0))], slow) == [0, 0]  # a step too long at once
 
 
 def test_two_that_gain_draft_together_and_one_that_would_lose_is_left_out() -> None:
