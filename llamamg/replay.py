@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -87,14 +88,19 @@ def record(engine: Engine, watch: Callable[[Batch, Logits], None] = lambda batch
     _record_states(kv, calls)
     if runner.n_contexts > 1:
         _record_transfers(kv, calls)
-    llama = native.load(config.build).llama
+    llama, lock = native.load(config.build).llama, threading.Lock()
     for one in getattr(runner, "runners", (runner,)):  # a pool has one for each context
-        _record_batches(one, llama, engine.vocab.n_vocab, calls, watch)
+        _record_batches(one, llama, engine.vocab.n_vocab, calls, watch, lock)
     return recording
 
 
 def _record_batches(
-    runner: Any, llama: Any, n_vocab: int, calls: list[list[Any]], watch: Callable[[Batch, Logits], None]
+    runner: Any,
+    llama: Any,
+    n_vocab: int,
+    calls: list[list[Any]],
+    watch: Callable[[Batch, Logits], None],
+    lock: threading.Lock,
 ) -> None:
     submit, collect = runner.submit, runner.collect
     waiting: list[tuple[Batch, list[Any]]] = []
@@ -102,16 +108,16 @@ def _record_batches(
     def submit_recorded(batch: Batch) -> None:
         rows = [[r.sequence.slot.seq_id, r.pos0, r.n_logits, [int(t) for t in r.tokens]] for r in batch.rows]
         submit(batch)
-        call: list[Any] = ["decode", rows, []]
-        calls.append(call)
-        waiting.append((batch, call))
+        waiting.append((batch, rows))
 
     def collect_recorded() -> Done | None:
         if waiting:
-            batch, call = waiting.pop(0)
-            logits = read_logits(llama, runner.context, call[1], n_vocab)
-            call[2] = [list(out[:2]) for out in _outputs(logits)]
-            watch(batch, logits)
+            batch, rows = waiting.pop(0)
+            logits = read_logits(llama, runner.context, rows, n_vocab)
+            outputs = [list(out[:2]) for out in _outputs(logits)]
+            with lock:  # each context has a thread; who watches sees batches in the order of the calls
+                calls.append(["decode", rows, outputs])
+                watch(batch, logits)
         done: Done | None = collect()
         return done
 
