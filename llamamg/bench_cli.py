@@ -22,6 +22,7 @@ MODULES = (
     "qsa_depth",
     "spec",
     "pipeline",
+    "groups",
     "report",
     "aa",
     "overhead",
