@@ -182,7 +182,8 @@ def _best(rows: Sequence[Mapping[str, Any]], n_stages: int) -> list[dict[str, An
         found: dict[str, Any] = {"n_sessions": n, "one": one and one["tps"], "several": several and several["tps"]}
         if one and several:
             found["n_groups"], found["ratio"] = several["n_groups"], several["tps"] / one["tps"]
-        steps = {row["n_sessions"]: row["n_sessions"] / row["tps"] for row in rows if row["n_groups"] == 1}
+        singles = sorted((row for row in rows if row["n_groups"] == 1), key=lambda row: float(row["tps"]))
+        steps = {row["n_sessions"]: row["n_sessions"] / row["tps"] for row in singles}  # the best one counts
         if n_stages and one and set(range(1, n + 1)) <= set(steps):
             found["ideal"] = ideal_rate(steps, n, n_stages)
         out.append(found)
