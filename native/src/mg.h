@@ -1,6 +1,6 @@
-// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, moving sequences, QSA counters, lookup.
-// Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a function
-// that can fail returns a code, and mg_last_error() says what happened on the calling thread.
+// C ABI of libllamamg: run-time switches, build info, devices, log sink, sampling, moving sequences, QSA counters,
+// lookup. Every function is safe to call from any thread unless said otherwise. No C++ exception leaves the library: a
+// function that can fail returns a code, and mg_last_error() says what happened on the calling thread.
 #ifndef LLAMAMG_MG_H
 #define LLAMAMG_MG_H
 
@@ -64,9 +64,9 @@ MG_API int32_t mg_sample_row_probs(void * ctx, void * chain, void * grammar, int
 MG_API int32_t mg_logprobs(void * ctx, int32_t idx, int32_t token, int32_t n_top, int32_t * out_ids,
                            float * out_logprobs, float * out_token_logprob);
 
-// Sample rows idx, idx + 1, … of one sequence, of which all but the first were computed behind draft[0], draft[1], …, and stop
-// behind the first token that is not the drafted one. Each token is chosen as it would be without a draft, and accepted
-// once. Returns how many tokens were written, at most n_draft + 1; the last one is -1 when its row failed.
+// Sample rows idx, idx + 1, … of one sequence, of which all but the first were computed behind draft[0], draft[1], …,
+// and stop behind the first token that is not the drafted one. Each token is chosen as it would be without a draft, and
+// accepted once. Returns how many tokens were written, at most n_draft + 1; the last one is -1 when its row failed.
 MG_API int32_t mg_sample_run(void * ctx, void * chain, void * grammar, int32_t idx, const int32_t * draft,
                              int32_t n_draft, int32_t * out_tokens);
 

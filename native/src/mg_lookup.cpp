@@ -39,9 +39,8 @@ int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_
 
 int32_t mg_lookup_draft(void * index, void * where, int32_t last, const mg_lookup_rule * rule, int32_t n_max,
                         int32_t * out, mg_lookup_found * found) {
-    return mg::guarded("mg_lookup_draft", -1, [&] {
-        return of(index).draft(where ? of(where) : of(index), last, *rule, n_max, out, *found);
-    });
+    return mg::guarded("mg_lookup_draft", -1,
+                       [&] { return of(index).draft(where ? of(where) : of(index), last, *rule, n_max, out, *found); });
 }
 
 int32_t mg_lookup_judge(void * index, uint64_t key, int32_t n_drafted, int32_t n_accepted) {

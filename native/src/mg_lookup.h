@@ -1,4 +1,5 @@
-// Index of a token sequence by its n-grams, and drafts of what may follow. Plain C++, no llama.cpp; see mg.h for the C ABI.
+// Index of a token sequence by its n-grams, and drafts of what may follow. Plain C++, no llama.cpp; see mg.h for the C
+// ABI.
 #ifndef LLAMAMG_LOOKUP_H
 #define LLAMAMG_LOOKUP_H
 
@@ -10,24 +11,30 @@
 
 namespace mg {
 
-// For one n: where each n-gram ended last, and for each end the one before it with the same n-gram. Open addressing on 32
-// bits of a rolling hash; two n-grams that share them share a chain, so readers compare the tokens.
+// For one n: where each n-gram ended last, and for each end the one before it with the same n-gram. Open addressing on
+// 32 bits of a rolling hash; two n-grams that share them share a chain, so readers compare the tokens.
 class ngram_table {
-  public:
+public:
     explicit ngram_table(int32_t n);
 
-    int32_t n() const { return n_; }
+    int32_t n() const {
+        return n_;
+    }
 
-    void     append(const std::vector<int32_t> & tokens, int32_t end);  // tokens[end] has just been appended
-    void     remove(const std::vector<int32_t> & tokens, int32_t end);  // tokens[end] is about to be removed
-    void     rewind(const std::vector<int32_t> & tokens, int32_t size);  // after removals: only `size` tokens are left
-    void     rehash(size_t n_entries);
-    int32_t  last_end(uint64_t hash) const;  // -1: never seen
-    int32_t  previous(int32_t end) const { return previous_[end]; }
+    void    append(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] has just been appended
+    void    remove(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] is about to be removed
+    void    rewind(const std::vector<int32_t> & tokens, int32_t size);  // after removals: only `size` tokens are left
+    void    rehash(size_t n_entries);
+    int32_t last_end(uint64_t hash) const;  // -1: never seen
+    int32_t previous(int32_t end) const {
+        return previous_[end];
+    }
     uint64_t hash(const int32_t * gram) const;
-    size_t   bytes() const { return entries_.size() * sizeof(entry) + previous_.capacity() * sizeof(int32_t); }
+    size_t   bytes() const {
+        return entries_.size() * sizeof(entry) + previous_.capacity() * sizeof(int32_t);
+    }
 
-  private:
+private:
     struct entry {
         uint32_t tag;   // upper half of the hash; its low bits are the entry's place
         int32_t  last;  // -1: all that were there have been removed; -2: free
@@ -44,7 +51,7 @@ class ngram_table {
 };
 
 class lookup {
-  public:
+public:
     lookup(const int32_t * orders, int32_t n_orders);
 
     // Hold exactly tokens[0, n). Without `all`, only the last few tokens held so far are compared with the given ones.
@@ -58,10 +65,12 @@ class lookup {
     // What became of a draft whose key was `key`: the next one of that key is shortened or grows back.
     void judge(uint64_t key, int32_t n_drafted, int32_t n_accepted);
 
-    int32_t size() const { return (int32_t) tokens_.size(); }
-    size_t  bytes() const;
+    int32_t size() const {
+        return (int32_t) tokens_.size();
+    }
+    size_t bytes() const;
 
-  private:
+private:
     struct match;
 
     void append(int32_t token);

@@ -14,13 +14,13 @@ namespace mg {
 
 // Places in `where` that continue like the end of `own`, and what they vote for.
 struct lookup::match {
-    const lookup & own;
-    const lookup & where;
-    const int32_t  last;
+    const lookup &  own;
+    const lookup &  where;
+    const int32_t   last;
     const int32_t * drafted;  // what was drafted so far
-    int32_t        n_drafted = 0;
-    int32_t        n_live    = 0;
-    int32_t        at[n_candidates_max] = {};  // position of the next token of each, latest match first
+    int32_t         n_drafted            = 0;
+    int32_t         n_live               = 0;
+    int32_t         at[n_candidates_max] = {};  // position of the next token of each, latest match first
 
     // Token `i` of the own text: held, then the sampled one, then the drafted ones.
     int32_t text(int32_t i) const {
