@@ -131,9 +131,18 @@ class Spec:
         context = replace(config.context, n_draft_max=max(config.context.n_draft_max, n_max))
         config = replace(config, context=context)
         if keeps_state(config) and context.n_rs_seq == 0:
-            n_back = affordable_rollback(config, devices, min(self.rollback, n_max, ROLLBACK_MAX))
+            n_back = self._rollback(config, devices)
             config = replace(config, context=replace(context, n_rs_seq=n_back))
         return config
+
+    def _rollback(self, config: Config, devices: Seq[Any]) -> int:
+        """States kept of each sequence. Drafts beyond them need a copy of the state, which takes as much as one more."""
+        wanted = min(self.rollback, self.n_max, ROLLBACK_MAX)
+        with_copy = wanted + (self.n_max > wanted)
+        fit = affordable_rollback(config, devices, with_copy)
+        if fit == 0:
+            raise RuntimeError("there is no memory for a second state of each sequence: lower --ctx-size or --parallel")
+        return wanted if fit == with_copy else fit - 1
 
     # ---- what is read
 
