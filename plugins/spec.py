@@ -17,6 +17,7 @@ from llamamg import (
     Options,
     Request,
     Sequence,
+    SequenceState,
     StepState,
     Timings,
     Unavailable,
@@ -177,17 +178,17 @@ class Spec:
         """Look up a draft for every sequence, and choose together which are worth verifying."""
         began = self._step_began = time.perf_counter()
         self.times.step += 1
-        self._found = {}
-        decoding = state.decoding
-        for sequence in decoding:
-            found = self._look_up(sequence)
-            if found is None:
+        decoding = state.decoding  # those of one context; others may be in flight, with drafts of their own
+        found = [self._look_up(sequence) for sequence in decoding]
+        for sequence, each in zip(decoding, found, strict=True):
+            if each is None:
                 self.totals.why_not["nothing found"] += 1
+                self._found.pop(sequence.request.id, None)
             else:
-                self._found[sequence.request.id] = found
+                self._found[sequence.request.id] = each
         self.totals.n_lookups += len(decoding)
         self.totals.lookup_s += time.perf_counter() - began
-        return self._choose(decoding) if self._found else 0
+        return self._choose(state, found) if any(found) else 0
 
     def _look_up(self, sequence: Sequence) -> Found | None:
         self._compare(sequence)
@@ -208,9 +209,10 @@ class Spec:
                 draft = index.draft(sequence.last_token, self.kinds[i].rule, n, reader.indexes[i])
         return draft
 
-    def _choose(self, decoding: Seq[Sequence]) -> int:
-        offers = [self._offer(sequence, len(decoding)) for sequence in decoding]
-        why = self._obstacle(len(decoding)) or ("" if any(o.length for o in offers) else "too few accepted")
+    def _choose(self, state: StepState, found: Seq[Found | None]) -> int:
+        decoding = state.decoding
+        offers = [self._offer(s, each, len(decoding)) for s, each in zip(decoding, found, strict=True)]
+        why = self._obstacle(state) or ("" if any(o.length for o in offers) else "too few accepted")
         if why:
             widths = [0] * len(offers)
         elif self.always:
@@ -218,30 +220,28 @@ class Spec:
         else:
             widths, why = choose(offers, self.times, self.n_max, MARGIN)
         if why:
-            self.totals.why_not[why] += len(self._found)
-        for sequence, width in zip(decoding, widths, strict=True):
-            found = self._found.get(sequence.request.id)
-            if found is None:
+            self.totals.why_not[why] += sum(each is not None for each in found)
+        for sequence, each, width in zip(decoding, found, widths, strict=True):
+            if each is None:
                 continue
-            found.width = width
+            each.width = width
             if width == 0 and sequence.request.id not in self._guesses:
-                guess = Guess(found.draft.tokens[:GUESSED], found.draft, sequence.n_decoded)
+                guess = Guess(each.draft.tokens[:GUESSED], each.draft, sequence.n_decoded)
                 self._guesses[sequence.request.id] = guess
         return max(widths)
 
-    def _offer(self, sequence: Sequence, n_users: int) -> Offer:
-        account, found = self._account(sequence), self._found.get(sequence.request.id)
+    def _offer(self, sequence: Sequence, found: Found | None, n_users: int) -> Offer:
+        account = self._account(sequence)
         if found is None or (account.rounds and account.accepted_ema < self.min_accept * n_users):
             return Offer(account)
         n_useful = min(len(found.draft.tokens), sequence.n_remaining - 1)
         return Offer(account, n_useful, found.draft.n_matched)
 
-    def _obstacle(self, n_users: int) -> str:
-        if self.max_users and n_users > self.max_users:
+    def _obstacle(self, state: StepState) -> str:
+        if self.max_users and _n_generating(state) > self.max_users:
             return "too many users"
-        if self.always:
-            return ""
-        if self.times.plain_s(n_users) == 0.0 or self.times.age(n_users) > PLAIN_EVERY:
+        n_users = len(state.decoding)
+        if not self.always and (self.times.plain_s(n_users) == 0.0 or self.times.age(n_users) > PLAIN_EVERY):
             return "measuring a step without"
         return ""
 
@@ -358,3 +358,8 @@ class Spec:
             "index_tokens": sum(len(reader.indexes[0]) for reader in list(self._readers.values())),
             "index_mib": round(sum(i.n_bytes for r in list(self._readers.values()) for i in r.indexes) / 2**20, 2),
         }
+
+
+def _n_generating(state: StepState) -> int:
+    """Sequences that generate, in all contexts."""
+    return sum(slot.busy and slot.sequence.state is SequenceState.DECODE for slot in state.slots)

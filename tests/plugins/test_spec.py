@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamamg import Unavailable
+from llamamg import StepState, Unavailable
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.library import Library
 from llamamg.plugins import PluginError, PluginSet
@@ -243,6 +243,25 @@ def test_nothing_is_drafted_behind_an_end_of_text() -> None:
     assert end.tokens == (*PHRASE[:20], EOS)
     drafted = [n for batch in served.runner.batches for *_, n in batch if n > 1]
     assert drafted
+
+
+def test_sequences_of_two_contexts_are_asked_for_apart() -> None:
+    """While one context computes drafts, the next step of another one is planned."""
+    served = Serving(2, always="on")
+    for i in range(2):
+        served.engine.submit(ask(PHRASE.decode() * 3, n_predict=200, id_slot=i))
+    for _ in range(3):
+        served.engine.step()
+    plugin, state = served.plugin, served.engine.scheduler.state
+    first, second = state.decoding
+    plugin.spec_limit(StepState(64, 16, slots=state.slots, decoding=[first]))
+    drafted = plugin.draft(first, 31)
+    plugin.spec_limit(StepState(64, 16, slots=state.slots, decoding=[second]))
+    assert drafted
+    rate = plugin._account(first).rate(12)
+    before = rate.right
+    plugin.draft_verified(first, len(drafted), len(drafted))
+    assert rate.right > before
 
 
 def test_finished_requests_are_forgotten() -> None:
