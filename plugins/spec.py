@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from llamamg import (
@@ -27,8 +26,10 @@ from llamamg import (
     keeps_state,
     plugin,
 )
-from llamamg_plugins.spec_cost import WIDTHS, Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_cost import Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_kept import Found, Guess, Reader
 from llamamg_plugins.spec_options import declare
+from llamamg_plugins.spec_report import Totals
 from llamamg_plugins.spec_types import NAMES, Kind, kinds
 
 PLAIN_EVERY = 64  # steps after which one without drafts is taken, to know how long it takes now
@@ -36,50 +37,6 @@ BUSY = 1.5  # times its usual length that a step is booked with at most
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
 ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
-
-
-@dataclass(slots=True)
-class Found:
-    """A draft of one sequence; the first `width` tokens of it are verified in this step."""
-
-    draft: Draft
-    kind: int
-    width: int = 0
-
-
-@dataclass(slots=True)
-class Guess:
-    """A draft that was not verified: it is compared with the tokens that come, which costs nothing and tells as much."""
-
-    tokens: list[int]
-    draft: Draft
-    n_decoded: int  # of the sequence when it was made
-    n_right: int = 0
-
-
-@dataclass(slots=True)
-class Reader:
-    """What is kept of one slot: an index for each kind, and which request it follows."""
-
-    indexes: list[DraftIndex]
-    request: int = -1
-    account: Account | None = None  # of that request
-
-
-@dataclass(slots=True)
-class Totals:
-    """Since the start."""
-
-    n_drafts: int = 0
-    n_draft: int = 0
-    n_accepted: int = 0
-    n_again: int = 0  # accepted tokens that were computed twice, because a snapshot came back
-    accepted_per_pos: list[int] = field(default_factory=list)
-    by_width: Counter[int] = field(default_factory=Counter)  # drafts
-    n_lookups: int = 0
-    lookup_s: float = 0.0
-    verify_s: float = 0.0  # what steps with drafts took longer than those without
-    why_not: Counter[str] = field(default_factory=Counter)  # sequences and steps without a draft, by reason
 
 
 @plugin(
@@ -259,14 +216,7 @@ class Spec:
     @hookimpl
     def draft_verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Count, and learn how often this sequence's drafts are right."""
-        totals = self.totals
-        totals.n_drafts += 1
-        totals.by_width[proposed] += 1
-        totals.n_draft += proposed
-        totals.n_accepted += accepted
-        totals.accepted_per_pos.extend([0] * (accepted - len(totals.accepted_per_pos)))
-        for i in range(accepted):
-            totals.accepted_per_pos[i] += 1
+        self.totals.verified(proposed, accepted)
         self.effect += accepted
         account = self._account(sequence)
         account.book(float(accepted))
@@ -340,24 +290,8 @@ class Spec:
 
     @property
     def report(self) -> dict[str, Any]:
-        """For GET /plugins: counts, where drafts were accepted, the time spent, why there was none, and what steps take."""
-        t = self.totals
-        return {
-            "drafts": t.n_drafts,
-            "drafted": t.n_draft,
-            "accepted": t.n_accepted,
-            "computed_again": t.n_again,
-            "accepted_per_position": list(t.accepted_per_pos),
-            "drafts_by_width": {str(width): n for width, n in sorted(t.by_width.items())},
-            "lookup_us": round(1e6 * t.lookup_s / t.n_lookups, 2) if t.n_lookups else 0.0,
-            "lookup_s": round(t.lookup_s, 4),
-            "verify_s": round(t.verify_s, 3),
-            "no_draft": dict(t.why_not),
-            "step_times": self.times.table(),
-            "widths": [width for width in WIDTHS if width <= self.n_max],
-            "index_tokens": sum(len(reader.indexes[0]) for reader in list(self._readers.values())),
-            "index_mib": round(sum(i.n_bytes for r in list(self._readers.values()) for i in r.indexes) / 2**20, 2),
-        }
+        """For GET /plugins."""
+        return self.totals.report(self.times, list(self._readers.values()), self.n_max)
 
 
 def _n_generating(state: StepState) -> int:
