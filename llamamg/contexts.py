@@ -10,7 +10,7 @@ from llamamg.config import Config
 from llamamg.errors import LoadError
 from llamamg.kvcache import KVCache
 from llamamg.kvcache_contexts import ContextsKV
-from llamamg.layout import Layout, layout_of
+from llamamg.layout import Layout, layout_of, n_ubatch
 from llamamg.library import Library
 from llamamg.model import ModelInfo, is_unified, n_spare, new_context
 from llamamg.runner import ModelRunner
@@ -64,10 +64,8 @@ def _one(
     llama, c = lib.llama, config.context
     is_decode_only = bool(layout.prefill) and context < len(layout.groups)
     n_seq = layout.n_seq(context)
-    # One step of a group must fit, drafts included.
-    n_ubatch = max(c.n_ubatch_decode, n_seq * (1 + c.n_draft_max)) if is_decode_only and c.n_ubatch_decode else 0
     with lib.mg.held(DECODE_ONLY if is_decode_only else {}):
-        pointer = new_context(lib, handle, config, n_seq, min(n_ubatch, c.n_ubatch))
+        pointer = new_context(lib, handle, config, n_seq, n_ubatch(c, layout, context))
     kv = KVCache(
         llama, pointer, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llamamg.config import ContextConfig
 from llamamg.model import n_slots
@@ -70,3 +70,29 @@ def layout_of(config: ContextConfig, n_spare: int = 0) -> Layout:
         start += size
     begin = slots + n_spare
     return Layout(tuple(ids), range(begin, begin + config.n_prefill_slots), n_spare)
+
+
+def n_ubatch(config: ContextConfig, layout: Layout, context: int) -> int:
+    """The ubatch of a context: a small one for answers where prompts have their own, but one step of a group must fit."""
+    is_decode_only = bool(layout.prefill) and context < len(layout.groups)
+    if not is_decode_only or not config.n_ubatch_decode:
+        return config.n_ubatch
+    step = layout.n_seq(context) * (1 + config.n_draft_max)
+    return min(max(config.n_ubatch_decode, step), config.n_ubatch)
+
+
+def by_context(config: ContextConfig) -> list[ContextConfig]:
+    """What each context would be configured like by itself, KV cache aside; [config] for a single one."""
+    layout = layout_of(config)
+    if layout.n_contexts == 1:
+        return [config]
+    return [
+        replace(
+            config,
+            n_parallel=layout.n_seq(i),
+            n_groups=1,
+            n_prefill_slots=0,
+            n_ubatch=n_ubatch(config, layout, i),
+        )
+        for i in range(layout.n_contexts)
+    ]

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from llamamg.config import Config, ContextConfig
 from llamamg.errors import LoadError
+from llamamg.layout import by_context
 from llamamg.memory_graph import GraphMemory
 from llamamg.memory_shape import LayerShapes, padded
 from llamamg.model import is_unified, n_slots
@@ -152,11 +153,12 @@ def estimate(
         need.recurrent += of_layer.recurrent
     for device, need in out.devices.items():
         on_it = [layer for layer in range(layers.n_layer) if place.layer(layer) == device]
-        graph = GraphMemory(config.context, header, on_it, _cells(c, header)[0], pooled_keys)
         has_logits = place.weight("output.weight") == device or (device == CPU and not place.devices)
-        need.compute = graph.total(has_logits)
-        if device == CPU:
-            need.compute += graph.logits  # the host's copy
+        for of_context in by_context(c):
+            graph = GraphMemory(of_context, header, on_it, _cells(c, header)[0], pooled_keys)
+            need.compute += graph.total(has_logits)
+            if device == CPU:
+                need.compute += graph.logits  # the host's copy
     return out
 
 
@@ -175,7 +177,7 @@ def layer_memory(
         if pooled_keys:
             need.indexer += int(n_streams * n_cells * _F32 * layers.n_pooled(layer))
     if layers.is_recurrent(layer):
-        n_rows = n_slots(c) * (1 + c.n_rs_seq)
+        n_rows = (n_slots(c) + c.n_prefill_slots) * (1 + c.n_rs_seq)
         need.recurrent += n_rows * _F32 * layers.n_state(layer)
     return need
 
@@ -186,7 +188,7 @@ def _cells(c: ContextConfig, header: ModelHeader) -> tuple[int, int, int]:
     n_ctx = c.n_ctx or int(header.get("context_length", 0)) * (1 if unified else slots)
     if unified:
         return padded(n_ctx), 1, n_ctx
-    return padded(max(1, n_ctx // slots)), slots, n_ctx
+    return padded(max(1, n_ctx // slots)), slots + c.n_prefill_slots, n_ctx
 
 
 def _row_bytes(kind: str, n_values: int) -> int:

@@ -7,6 +7,7 @@ the other contexts go on. The slot counts as busy meanwhile.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -37,6 +38,7 @@ class Move:
     slot: Slot
     target: int
     other: Slot | None = None
+    seconds: float = 0.0  # it took
 
 
 class Moves:
@@ -158,7 +160,14 @@ class Moves:
         source, target = move.slot.seq_id, move.target
         swap = SWAP_BYTES_MAX if move.other is not None and len(move.other.tokens) else 0
         transfer: Callable[[int, int, int], bool] = self._kv.transfer  # type: ignore[attr-defined]
-        self._runner.run(contexts, lambda: transfer(source, target, swap), lambda *ended: self._ended(move, *ended))
+
+        def job() -> bool:
+            began = time.perf_counter()
+            was_swapped = transfer(source, target, swap)
+            move.seconds = time.perf_counter() - began
+            return was_swapped
+
+        self._runner.run(contexts, job, lambda *ended: self._ended(move, *ended))
 
     def _ended(self, move: Move, was_swapped: Any, error: BaseException | None) -> None:
         slot, other = move.slot, move.other
@@ -166,6 +175,7 @@ class Moves:
             log.error("slot %d could not be moved to sequence %d: %s", slot.id, move.target, error)
         else:
             self._stats.n_hand_overs += 1
+            self._stats.hand_over_s += move.seconds
         if other is None:
             self._prompt_moved(slot, move.target, error)
             return

@@ -72,6 +72,7 @@ class Stats:
     n_kv_retries: int = 0
     n_moves: int = 0
     n_hand_overs: int = 0  # moves between contexts
+    hand_over_s: float = 0.0  # their time on a context's thread
     n_moves_dropped: int = 0  # moves that cost an idle slot its cached prompt
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     queue: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))  # from arrival into a slot

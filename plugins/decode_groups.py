@@ -63,6 +63,7 @@ class DecodeGroups:
         self.groups, self.prefill_slots = groups, prefill_slots
         self.ubatch, self.local_prompt, self.pipeline = ubatch, local_prompt, pipeline
         self.n_contexts = 1
+        self.n_flights = 0  # asked for while the server runs; 0: all
         self.effect = 0
         self.similarity = 0.10  # as in seq-compact; `configure` sets it
         self._flying: set[int] = set()  # groups with a batch in flight
@@ -142,8 +143,29 @@ class DecodeGroups:
 
     @hookimpl
     def batches_in_flight(self) -> int:
-        """One in every context."""
-        return self.n_contexts
+        """One in every context, or as many as were asked for over HTTP."""
+        return min(self.n_flights or self.n_contexts, self.n_contexts)
+
+    @hookimpl
+    def register_routes(self) -> list[Any]:
+        """`in-flight`: how many batches may be computed at once, to read and to set."""
+        from starlette.routing import Route
+
+        return [Route("/in-flight", self._in_flight, methods=["GET", "POST"])]
+
+    async def _in_flight(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        if request.method == "POST":
+            try:
+                n = int((await request.json())["in_flight"])
+            except (ValueError, TypeError, KeyError):
+                n = 0
+            if not 1 <= n <= self.n_contexts:
+                sentence = f'send {{"in_flight": N}} with N from 1 to {self.n_contexts}, the number of contexts'
+                return JSONResponse({"error": {"code": 400, "message": sentence}}, 400)
+            self.n_flights = n
+        return JSONResponse({"in_flight": self.batches_in_flight(), "contexts": self.n_contexts})
 
     @hookimpl
     def batch_submitted(self, batch: Batch) -> None:

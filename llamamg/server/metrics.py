@@ -57,6 +57,9 @@ class EngineCollector(Collector):
         yield _histogram("llamamg:queue_seconds", "From a request's arrival into a slot", stats.queue)
         yield _histogram("llamamg:prefill_seconds", "From the slot to the first token", stats.prefill)
         yield _histogram("llamamg:inter_token_latency_seconds", "Between two tokens of a sequence", stats.itl)
+        if stats.n_hand_overs:
+            yield CounterMetricFamily("llamamg:hand_overs", "Sequences moved between contexts", stats.n_hand_overs)
+            yield CounterMetricFamily("llamamg:hand_over_seconds", "Time that took", stats.hand_over_s)
         yield from self._plugins()
 
     def _rates(self, stats: Any) -> Iterator[Metric]:

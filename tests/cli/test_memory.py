@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from llamamg import memory
+from llamamg import contexts, memory
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.library import Library
 from llamamg.loading import load
 from llamamg.memory import MemoryShortage, check_memory, estimate
-from llamamg.model import load_model, new_context
+from llamamg.model import describe, load_model, new_context
 from llamamg.modelfile import ModelHeader, TensorInfo, open_model
 from llamamg.plugins import PluginSet
+from llamamg.vocab import Vocabulary
 
 MIB, GIB = 2**20, 2**30
 
@@ -64,6 +65,35 @@ def test_estimate_is_what_libllama_allocates(
     assert need.recurrent / MIB == pytest.approx(mib("RS"), rel=0.02, abs=0.01)
     assert need.weights / MIB == pytest.approx(mib("(?:Mapped|CPU) model"), rel=0.01)
     assert 0 < need.compute / MIB <= mib("compute") + mib("output")  # a lower bound
+
+
+def test_estimate_of_several_contexts(library: Library, micro_model: Path, tmp_path: Path) -> None:
+    context = ContextConfig(
+        n_ctx=3 * 1024, n_parallel=3, n_groups=2, n_prefill_slots=1, n_ubatch_decode=8, n_threads=1, warmup=False
+    )
+    config = Config(ModelConfig(micro_model, devices=()), context)
+    log = tmp_path / "log"
+    library.mg.set_log("info", log)
+    try:
+        handle = load_model(library, config.model)
+        vocab = Vocabulary(library.llama, handle)
+        info = describe(library, handle, micro_model, vocab.n_vocab, vocab.type, None)
+        made = contexts.make(library, handle, config, info, vocab)
+        made.runner.close()
+        library.llama.llama_model_free(handle)
+    finally:
+        library.mg.set_log("warn")
+
+    def mib(pattern: str) -> float:
+        return sum(float(s) for s in re.findall(pattern + r" buffer size = +([\d.]+) MiB", log.read_text()))
+
+    need = estimate(config, open_model(micro_model)).total
+    one = estimate(
+        replace(config, context=replace(context, n_groups=1, n_prefill_slots=0)), open_model(micro_model)
+    ).total
+    assert (need.cache + need.indexer) / MIB == pytest.approx(mib("KV"), rel=0.01)
+    assert need.recurrent / MIB == pytest.approx(mib("RS"), rel=0.02, abs=0.01)
+    assert one.compute / MIB < need.compute / MIB <= mib("compute") + mib("output")
 
 
 def header(n_layer: int = 8, n_ctx: int = 4096) -> ModelHeader:

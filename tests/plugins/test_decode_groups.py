@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
 
 from llamamg import Slot, StepState, Unavailable, n_stages
 from llamamg.config import Config, ContextConfig, ModelConfig
@@ -257,3 +260,26 @@ def test_a_short_rest_of_a_prompt_stays_in_its_group() -> None:
     run(engine)
     assert len(runner.kv.transfers) == n + 2  # there and back
     assert len(texts(events, [first, near, far])) == 3
+
+
+def test_batches_in_flight_are_set_over_http() -> None:
+    plugin = DecodeGroups(groups=3, prefill_slots=1)
+    plugin.configure(config_of(), [])
+    transport = httpx.ASGITransport(app=Starlette(routes=plugin.register_routes()))
+
+    def send(method: str, **body: Any) -> httpx.Response:
+        async def exchange() -> httpx.Response:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, "/in-flight", **body)
+
+        return asyncio.run(exchange())
+
+    assert send("GET").json() == {"in_flight": 4, "contexts": 4}
+    assert send("POST", json={"in_flight": 2}).json() == {"in_flight": 2, "contexts": 4}
+    assert plugin.batches_in_flight() == 2
+    for wrong in ({"in_flight": 0}, {"in_flight": 5}, {"in_flight": "many"}, {}, []):
+        answer = send("POST", json=wrong)
+        assert answer.status_code == 400
+        assert "from 1 to 4" in answer.json()["error"]["message"]
+    assert send("POST", content=b"x").status_code == 400
+    assert plugin.batches_in_flight() == 2
