@@ -125,12 +125,16 @@ class Stage:
             request = self._request(self.n_prompt, 1, self.n_decoders)
             self.engine.submit(request)
             self._step(3)
-            begin = len(Switched.stamps)
-            gaps = self._gaps(lambda: self._step(n_steps))
-            sizes = {(n_rows, n) for _, n_rows, n in Switched.stamps[begin:]}
-            if sizes != {(self.n_decoders, chunk)}:
-                raise BenchError(f"steps of {chunk} prompt tokens came out as {sorted(sizes)}: use a larger -b")
-            rows.append({"chunk": chunk, "t_ms": float(np.median(gaps)), "n_steps": n_steps})
+            first = len(Switched.stamps) - 1
+            self._step(n_steps)
+            stamps = Switched.stamps[first:]
+            # Where the engine takes a checkpoint a step is cut short.
+            wanted = [n_rows == self.n_decoders and n == chunk for _, n_rows, n in stamps[1:]]
+            if 2 * sum(wanted) < n_steps:
+                sizes = sorted({(n_rows, n) for _, n_rows, n in stamps[1:]})
+                raise BenchError(f"steps of {chunk} prompt tokens came out as {sizes}: use a larger -b")
+            gaps = (1e3 * np.diff([t for t, _, _ in stamps]))[wanted]
+            rows.append({"chunk": chunk, "t_ms": float(np.median(gaps)), "n_steps": len(gaps)})
             self._cancel([request])
         return rows
 
