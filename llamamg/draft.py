@@ -39,6 +39,7 @@ class Rollback:
         keep = row.pos0 + n_kept
         if len(row) - n_kept <= self._n_direct and self._kv.remove(slot.seq_id, keep, -1):
             self._kv.forget_snapshot(slot.seq_id)
+            sequence.goes_back = self._kv.removal is not Removal.PART
         elif self._kv.go_back(slot.seq_id, row.pos0):
             sequence.replay_from = row.pos0
         else:

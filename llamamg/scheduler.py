@@ -70,6 +70,7 @@ class Scheduler:
         self._checkpoints, self._arranger, self._quarantine = checkpoints, arranger, quarantine
         self._n_batch = n_batch
         self._n_draft_max, self._rollback = n_draft_max, Rollback(kv)
+        self._undrafted: set[int] = set()  # contexts whose next step has no drafts, so that sequences can be moved
         self._running: dict[int, Sequence] = {}
         self._runner, self._layout = runner, layout
         self.moves = Moves(
@@ -253,9 +254,12 @@ class Scheduler:
             self._changed.clear()
             return
         for context in self._changed.intersection(free):
+            if self._layout.n_contexts > 1 and self.moves.involved(context):
+                continue  # asked again when they are through
+            if any(s.goes_back for s in self._running.values() if s.slot.context == context):
+                self._undrafted.add(context)  # so that in the next step nobody does
+                continue
             if self._layout.n_contexts > 1:
-                if self.moves.involved(context):
-                    continue  # asked again when they are through
                 self._show(state, (context,))
                 state.slots = [slot for slot in self.slots if slot.context == context]
             self._changed.discard(context)
@@ -332,7 +336,8 @@ class Scheduler:
             self.moves.begin(sequence)
 
     def _add_decodes(self, state: StepState, batch: Batch) -> None:
-        limit = self._draft_limit(state)
+        limit = 0 if batch.group in self._undrafted else self._draft_limit(state)
+        self._undrafted.discard(batch.group)
         begun = [begin_row(sequence) for sequence in state.decoding]
         spare = self._n_batch - sum(len(tokens) for _, tokens in begun)
         for sequence, (pos0, tokens) in zip(state.decoding, begun, strict=True):
@@ -345,7 +350,7 @@ class Scheduler:
             slot.tokens.keep(pos0)
             for token in tokens:
                 slot.tokens.append(token)
-            sequence.n_past = pos0 + len(tokens)
+            sequence.n_past, sequence.goes_back = pos0 + len(tokens), False
             batch.rows.append(Row(sequence, tokens, pos0, len(tokens) - n_again))
 
     def _draft_limit(self, state: StepState) -> int:

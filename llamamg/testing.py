@@ -90,6 +90,7 @@ class FakeKV(KVCache):
         self.copies: list[tuple[int, int]] = []
         self.can_snapshot = snapshots  # on the device
         self._snapshots = {}
+        self.cut: set[int] = set()  # a recurrent state goes back at the next decode, and once only
 
     def put(self, seq_id: int, pos0: int, tokens: list[int]) -> None:
         """What a decode does; positions must follow each other."""
@@ -97,6 +98,7 @@ class FakeKV(KVCache):
             f"sequence {seq_id} holds {len(self.held[seq_id])} tokens, got position {pos0}"
         )
         self.held[seq_id].extend(tokens)
+        self.cut.discard(seq_id)
 
     def _touch(self, seq_id: int) -> None:
         context = self.layout.context(seq_id)
@@ -106,14 +108,21 @@ class FakeKV(KVCache):
         self._touch(seq_id)
         n = len(self.held[seq_id])
         begin, end = max(p0, 0), n if p1 < 0 else min(p1, n)
-        if self.removal is not Removal.PART and 0 < begin < n - self.n_rs_seq:
-            return False
+        if self.removal is not Removal.PART and 0 < begin < n:
+            if begin < n - self.n_rs_seq or seq_id in self.cut:
+                return False
+            self.cut.add(seq_id)
+        if begin == 0 and end == n:
+            self.cut.discard(seq_id)
         del self.held[seq_id][begin:end]
         return True
 
     def copy(self, source: int, target: int) -> None:
         self._touch(source)
         assert self.layout.context(source) == self.layout.context(target)
+        assert source not in self.cut, (
+            f"sequence {source} goes back at its next decode, and libllama would not copy that"
+        )
         self.held[target] = list(self.held[source])
         self.copies.append((source, target))
 
@@ -144,6 +153,7 @@ class FakeKV(KVCache):
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = 1) -> bool:
         self._touch(seq_id)
         self.held[seq_id] = data.view(np.int32).tolist()
+        self.cut.discard(seq_id)
         return True
 
     def transfer(self, source: int, target: int, swap_bytes_max: int = 0) -> bool:
@@ -155,6 +165,7 @@ class FakeKV(KVCache):
         self.transfers.append((source, target))
         swap = 0 < 4 * len(self.held[target]) <= swap_bytes_max
         self.held[source], self.held[target] = (self.held[target] if swap else []), self.held[source]
+        self.cut = (self.cut - {source, target}) | ({target} if source in self.cut else set())
         return swap
 
 
