@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg.handover import Handover
-from llamamg.kvcache import PARTIAL_ONLY, KVCache
+from llamamg.kvcache import ON_DEVICE, PARTIAL_ONLY, KVCache
 from llamamg.layout import Layout
+from llamamg.statebytes import OddState, fitted, portable, with_streams
 
 
 class ContextsKV(KVCache):
@@ -30,6 +31,7 @@ class ContextsKV(KVCache):
         self.n_swa, self.can_shift = first.n_swa, first.can_shift
         self.n_rs_seq, self.removal = first.n_rs_seq, first.removal
         self._snapshots = {}
+        self._differ = len({part.n_streams for part in parts}) > 1
         self._parts, self._layout, self._handover, self._settle = tuple(parts), layout, handover, settle
 
     def _at(self, seq_id: int) -> tuple[KVCache, int]:
@@ -69,8 +71,16 @@ class ContextsKV(KVCache):
             part.clear()
 
     def save(self, seq_id: int, flags: int = PARTIAL_ONLY) -> NDArray[np.uint8] | None:
+        """In a form that fits every context, also where they have different numbers of streams."""
         part, local = self._at(seq_id)
-        return part.save(local, flags)
+        data = part.save(local, flags)
+        if data is None or not self._differ or flags & ON_DEVICE:
+            return data
+        has_streams = not part.is_recurrent
+        if flags & PARTIAL_ONLY:
+            return with_streams(data, data, local, part.n_streams, 1, partial_is_kv=has_streams)
+        partial = part.save(local, PARTIAL_ONLY)
+        return None if partial is None else portable(data, partial, local, part.n_streams, has_streams)
 
     def size(self, seq_id: int, flags: int = 0) -> int:
         part, local = self._at(seq_id)
@@ -78,6 +88,16 @@ class ContextsKV(KVCache):
 
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = PARTIAL_ONLY) -> bool:
         part, local = self._at(seq_id)
+        if not self._differ or flags & ON_DEVICE:
+            return part.restore(local, data, flags)
+        has_streams = not part.is_recurrent
+        try:
+            if flags & PARTIAL_ONLY:
+                data = with_streams(data, data, 0, 1, part.n_streams, partial_is_kv=has_streams)
+            else:
+                data = fitted(data, part.n_streams, has_streams)
+        except OddState:
+            return False  # it was saved by a server with other contexts
         return part.restore(local, data, flags)
 
     def transfer(self, source: int, target: int, swap_bytes_max: int = 0) -> bool:

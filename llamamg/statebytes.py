@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 _WORD = 4
+_MAGIC = 0x6D67_7374_6174_6531
+_NOTE = 24
 _HEADER = 8  # a magic number and the sequence id it was saved from, which readers ignore
 
 
@@ -48,3 +50,25 @@ def _block(block: Bytes, stream: int, n_from: int, n_to: int) -> Bytes:
         raise OddState("cells of other sequences are in it")
     count = np.array([n_to], "<u4").view(np.uint8)
     return np.concatenate([count, block[head:end], np.zeros(_WORD * (n_to - 1), np.uint8)])
+
+
+def portable(state: Bytes, partial: Bytes, stream: int, n_streams: int, partial_is_kv: bool) -> Bytes:
+    """`state` for one stream, with a note of where its partial state is, so that `fitted` can make it fit again."""
+    made = with_streams(state, partial, stream, n_streams, 1, partial_is_kv=partial_is_kv)
+    middle = with_streams(partial, partial, stream, n_streams, 1, partial_is_kv=partial_is_kv)[_HEADER:]
+    at = 0 if len(partial) == len(state) else made[_HEADER:].tobytes().find(middle.tobytes())
+    note = np.array([_MAGIC, at, len(middle)], "<u8")
+    return np.concatenate([made, note.view(np.uint8)])
+
+
+def fitted(data: Bytes, n_streams: int, partial_is_kv: bool) -> Bytes:
+    """What `portable` made, for a context of `n_streams`. Raises OddState."""
+    if len(data) < _HEADER + _NOTE:
+        raise OddState("it is too short")
+    magic, at, n = (int(word) for word in data[len(data) - _NOTE :].view("<u8"))
+    state = data[: len(data) - _NOTE]
+    if magic != _MAGIC or _HEADER + at + n > len(state):
+        raise OddState("it was not made to fit other contexts")
+    begin = _HEADER + at
+    partial = np.concatenate([state[:_HEADER], state[begin : begin + n]])
+    return with_streams(state, partial, 0, 1, n_streams, partial_is_kv=partial_is_kv)

@@ -388,6 +388,36 @@ def test_replays_without_plugins_work_with_groups(live: Callable[..., Any], micr
     assert made.engine.error is None
 
 
+@pytest.mark.parametrize("model", ["micro", "smol"])
+def test_what_was_saved_in_one_context_is_restored_in_another(request: pytest.FixtureRequest, model: str) -> None:
+    """The next token's logits have the same bits there."""
+    path = request.getfixturevalue(f"{model}_model")
+    lib = native_library.load()
+    handle = load_model(lib, ModelConfig(path))
+    vocab = Vocabulary(lib.llama, handle)
+    info = describe(lib, handle, path, vocab.n_vocab, vocab.type, None)
+    context = ContextConfig(n_ctx=3 * 512, n_parallel=3, n_groups=2, n_threads=1, warmup=False)
+    made = contexts.make(lib, handle, Config(ModelConfig(path), context), info, vocab)
+    one, other = made.pointers
+    tokens = [int(t) for t in np.random.default_rng(4).integers(1000, 5000, 41)]
+    decode(lib.llama, one, [[1, 0, 1, tokens[:40]]])
+    whole, part = made.kv.save(1, 0), made.kv.save(1)
+    assert whole is not None
+    assert part is not None
+    decode(lib.llama, one, [[1, 40, 1, tokens[40:]]])
+    then = read_logits(lib.llama, one, [[1, 40, 1, tokens[40:]]], vocab.n_vocab)
+    assert made.kv.restore(2, whole, 0)
+    assert made.kv.pos_max(2) == 39
+    if info.is_hybrid:
+        assert made.kv.restore(2, part)
+    decode(lib.llama, other, [[0, 40, 1, tokens[40:]]])
+    now = read_logits(lib.llama, other, [[0, 40, 1, tokens[40:]]], vocab.n_vocab)
+    assert np.array_equal(then, now)
+    assert not made.kv.restore(2, whole[:100], 0)
+    made.runner.close()
+    lib.llama.llama_model_free(handle)
+
+
 def test_stop_with_batches_in_flight(live: Callable[..., Any], micro_model: Path) -> None:
     made = live(micro_model, plugins=(restless(random.Random(1)),), n_groups=3, **OPTIONS)
     requests = random_requests(random.Random(2), 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamamg.statebytes import OddState, with_streams
+from llamamg.statebytes import OddState, fitted, portable, with_streams
 
 HEADER = [0x5A, 7]
 CELLS = [3, 11, 12, 13]  # a count, and cells
@@ -58,3 +58,26 @@ def test_a_recurrent_model_has_no_cache_at_all() -> None:
 def test_what_looks_odd_is_refused(whole: np.ndarray, partial: np.ndarray, words: str) -> None:
     with pytest.raises(OddState, match=words):
         with_streams(whole, partial, 1, 2, 3, partial_is_kv=len(whole) == len(partial))
+
+
+@pytest.mark.parametrize("n_to", [1, 2, 3])
+def test_a_portable_state_fits_any_number_of_streams(n_to: int) -> None:
+    index, window = [2, 40, 41], [1, 13]
+    plain = state(*kv(3, 2))
+    made = portable(plain, plain, 2, 3, True)
+    assert fitted(made, n_to, True).tolist() == state(*kv(n_to, 0)).tolist()
+    hybrid = state(*kv(3, 1), *RECURRENT, *kv(3, 1, index))
+    made = portable(hybrid, state(*RECURRENT), 1, 3, False)
+    assert fitted(made, n_to, False).tolist() == state(*kv(n_to, 0), *RECURRENT, *kv(n_to, 0, index)).tolist()
+    sliding = state(*kv(3, 0), *kv(3, 0, window))
+    made = portable(sliding, state(*kv(3, 0, window)), 0, 3, True)
+    assert fitted(made, n_to, True).tolist() == state(*kv(n_to, 0), *kv(n_to, 0, window)).tolist()
+    recurrent = state(*RECURRENT)
+    made = portable(recurrent, recurrent, 1, 3, False)
+    assert fitted(made, n_to, False).tolist() == recurrent.tolist()
+
+
+def test_what_others_saved_is_refused() -> None:
+    for data in (state(*kv(3, 1)), state(), np.zeros(200, np.uint8)):
+        with pytest.raises(OddState):
+            fitted(data, 2, True)
