@@ -64,7 +64,7 @@ MEANINGS = [
     ("--plugin-option prefill-gate.max_partial=2", "plugins.options", {"prefill-gate": {"max-partial": "2"}}),
     ("--prefill-max-partial 2", "plugins.options", {"prefill-gate": {"max-partial": "2"}}),
     ("--cache-ram 0", "plugins.options", {}),
-    ("--spec-type none", "plugins.options", {}),
+    ("--spec-type none", "plugins.options", {"spec": {"type": "none"}}),
 ]
 
 
