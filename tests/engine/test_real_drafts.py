@@ -20,6 +20,7 @@ from llamamg.replay import record, replay
 from llamamg.request import Finished
 from llamamg.testing import ask
 from llamamg_plugins.qsa import Qsa
+from llamamg_plugins.seq_compact import SeqCompact
 
 EPSILON = 0.5  # nats; docs/guards.md
 N_PREDICT = 48
@@ -164,3 +165,18 @@ def test_a_cancel_while_a_draft_is_verified(live: Callable[..., Any], micro_mode
         pass
     assert not any(isinstance(event, Finished) for event in engine.of(request))
     tie(off, drafted(engine, off, 50, width=7, every=5))
+
+
+def test_a_sequence_that_has_to_go_back_is_moved_only_afterwards(live: Callable[..., Any], micro_model: Path) -> None:
+    """The second of three ends between rejections of the others: seq-compact moves the third into its place."""
+    options = {"n_ctx": 3 * 512, "n_parallel": 3, "kv_unified": False, "n_draft_max": WIDE, "n_rs_seq": 7}
+    engine = live(micro_model, plugins=(Oracle, SeqCompact), **options)
+    off = plain(engine, 40)
+    Oracle.answer, Oracle.width, Oracle.every, Oracle.rest = off.tokens, 5, 2, 1
+    fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+    requests = [ask(prompt_of(40), n_predict=n, id_slot=i, **fields) for i, n in enumerate((N_PREDICT, 9, N_PREDICT))]
+    ends = engine.ask(*requests)
+    assert engine.engine.stats.n_moves > 0
+    assert all(accepted < proposed for proposed, accepted in Oracle.verified[2:-4])
+    for i in (0, 2):
+        tie(off, ends[i])

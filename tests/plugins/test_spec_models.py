@@ -160,6 +160,15 @@ def test_a_grammar_sees_each_token_once(serve: Callable[..., Served], smol_model
     assert drafted.report["accepted"] > 0
 
 
+def test_probabilities_come_with_each_token_of_a_draft(serve: Callable[..., Served], smol_model: Path) -> None:
+    drafted = serve(smol_model, {})
+    on = drafted.ask(PROMPT, 24, n_probs=2)
+    assert drafted.report["accepted"] > 0
+    assert [prob.id for prob in on.probs] == list(on.tokens)
+    drafted.engine.plugins.toggle("spec", False)
+    n_ties(drafted.ask(PROMPT, 24, n_probs=2), on)
+
+
 def test_sampled_answers_are_those_of_the_same_seed(serve: Callable[..., Served], smol_model: Path) -> None:
     """Positions are sampled in order by one chain with its own random numbers: drafts do not take any of them."""
     drafted = serve(smol_model, {})
