@@ -87,7 +87,7 @@ class Tape:
             self._tap_runner(context, runner)
             for name in MEMORY_CALLS:
                 self._tap(context, part, name)
-            self._tap_states(context, part)
+        self._tap_states(kv)
         self._tap_transfer(kv)
 
     def _note(self, call: list[Any]) -> None:
@@ -104,21 +104,21 @@ class Tape:
 
         setattr(part, name, call)
 
-    def _tap_states(self, context: int, part: Any) -> None:
-        save, restore = part.save, part.restore
+    def _tap_states(self, kv: Any) -> None:
+        save, restore = kv.save, kv.restore
 
         def saved(seq_id: int, flags: int = 1) -> Any:
             data = save(seq_id, flags)
-            if data is not None and not getattr(self._inside, "transfer", False):
+            if data is not None:
                 self.saved.append(data)
-                self._note(["save", context, seq_id, flags, id(data)])
+                self._note(["save", seq_id, flags, id(data)])
             return data
 
         def restored(seq_id: int, data: Any, flags: int = 1) -> bool:
-            self._note(["restore", context, seq_id, flags, id(data)])
+            self._note(["restore", seq_id, flags, id(data)])
             return bool(restore(seq_id, data, flags))
 
-        part.save, part.restore = saved, restored
+        kv.save, kv.restore = saved, restored
 
     def _tap_transfer(self, kv: Any) -> None:
         transfer = kv.transfer
@@ -160,19 +160,17 @@ class Tape:
         for name, *args in self.calls:
             if name == "transfer":
                 kv.transfer(*args)
-                continue
-            part = kv._parts[args[0]]
-            if name == "decode":
+            elif name == "save":
+                saved[args[2]] = kv.save(*args[:2])
+            elif name == "restore":
+                kv.restore(args[0], saved[args[2]], args[1])
+            elif name == "decode":
                 context = made.runner.runners[args[0]].context
                 decode(self._llama, context, args[1])
                 now = read_logits(self._llama, context, args[1], self._n_vocab)
                 yield from zip(args[2], (zlib.crc32(row.tobytes()) for row in now), strict=True)
-            elif name == "save":
-                saved[args[3]] = part.save(args[1], args[2])
-            elif name == "restore":
-                part.restore(args[1], saved[args[3]], args[2])
             else:
-                getattr(part, name)(*args[1:])
+                getattr(kv._parts[args[0]], name)(*args[1:])
 
 
 def random_requests(rng: random.Random, n: int) -> list[Any]:
