@@ -4,6 +4,7 @@ What a plugin needs is here; nothing native is loaded by importing it.
 """
 
 from llamamg.batch import Batch, Plan, Row, StepState
+from llamamg.blocks import N_ROWS, BlockLayout, Cells
 from llamamg.config import Config
 from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
 from llamamg.draft_index import Draft, DraftIndex, DraftRule
@@ -22,12 +23,18 @@ from llamamg.hookspecs import hookimpl
 from llamamg.plugins import Options, PluginError, Unavailable, plugin
 from llamamg.request import FinishReason, Request, SamplingParams, Timings
 from llamamg.sequence import Sequence, SequenceState
-from llamamg.slot import Slot
+from llamamg.slot import Checkpoint, Slot
+from llamamg.transfer import Copier, Piece, StateWork, Transfer, Work, Workers, pick_copier
 
 __all__ = [
+    "N_ROWS",
     "Admit",
     "Batch",
+    "BlockLayout",
+    "Cells",
+    "Checkpoint",
     "Config",
+    "Copier",
     "Defer",
     "Draft",
     "DraftIndex",
@@ -36,6 +43,7 @@ __all__ = [
     "FinishReason",
     "Guard",
     "Options",
+    "Piece",
     "Plan",
     "PluginError",
     "PrefixHit",
@@ -48,9 +56,13 @@ __all__ = [
     "SequenceState",
     "Shrink",
     "Slot",
+    "StateWork",
     "StepState",
     "Timings",
+    "Transfer",
     "Unavailable",
+    "Work",
+    "Workers",
     "affordable_rollback",
     "architecture",
     "has_lookup",
@@ -59,6 +71,7 @@ __all__ = [
     "keeps_state",
     "n_stages",
     "native_count",
+    "pick_copier",
     "plugin",
     "qsa_stats",
 ]

@@ -59,6 +59,24 @@ void mg_abort_set(int32_t on);
 int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 
+struct mg_plane {
+    void *   data;
+    uint64_t bytes;
+    uint64_t n_cells;
+    uint32_t n_columns;
+    int32_t  device;
+    int32_t  type;
+};
+int32_t mg_cells_planes(void * ctx, int32_t seq, struct mg_plane * out, int32_t n_max);
+int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t * out_cells);
+int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens, int32_t * out_cells);
+int32_t mg_cells_copy(void * ctx, int32_t seq, int32_t to_host, int32_t plane, int32_t n_planes, int32_t cell,
+                      int32_t n, void * block, int32_t n_rows, int32_t row);
+void *  mg_state_save(void * ctx, int32_t seq, uint64_t * n_bytes);
+void *  mg_state_load(void * ctx, int32_t seq, const void * state, uint64_t n_bytes);
+int32_t mg_state_copy(void * handle, void * state, uint64_t begin, uint64_t end);
+void    mg_state_free(void * handle);
+
 struct mg_qsa {
     uint64_t n_native;
     uint64_t n_fallback;

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from llamamg.batch import StepState
 from llamamg.checkpoint import CheckpointPolicy
-from llamamg.decisions import Defer, PrefixHit, Reject
+from llamamg.decisions import Defer, Reject
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.output import TextStream
 from llamamg.request import Failed, Request, Timings
+from llamamg.restoring import Restorer
 from llamamg.sampler import Sampler
 from llamamg.sequence import Sequence
 from llamamg.slot import Slot
@@ -42,6 +43,7 @@ class Admission:
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
         self._n_ctx_slot, self._similarity = n_ctx_slot, similarity
+        self.restorer = Restorer(kv, calls, self._changing)
 
     def add(self, waiting: Waiting) -> None:
         """Queue a request behind those that go before it."""
@@ -56,7 +58,12 @@ class Admission:
         for i, waiting in enumerate(self.queue):
             if waiting.request.id == request_id:
                 return self.queue.pop(i)
-        return None
+        return self.restorer.remove(request_id)
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        """All that have no sequence yet: those whose slot is being filled, then the queue."""
+        return [restoring.waiting for restoring in self.restorer.under_way] + self.queue
 
     def admit(self, state: StepState, free: Seq[int] = (0,)) -> tuple[list[Sequence], list[tuple[Waiting, Failed]]]:
         """Move requests into idle slots of the `free` contexts; the sequences that begin, and the requests turned away.
@@ -65,6 +72,8 @@ class Admission:
         """
         begun: list[Sequence] = []
         refused: list[tuple[Waiting, Failed]] = []
+        if self.restorer.under_way:
+            begun += [self._begin(r.waiting, r.slot) for r in self.restorer.finished(free)]
         i = 0
         while i < len(self.queue) and any(not slot.busy for slot in self._slots):
             waiting = self.queue[i]
@@ -83,8 +92,15 @@ class Admission:
                 i += 1
                 continue
             self.queue.pop(i)
-            begun.append(self._begin(waiting, slot))
+            if not self._is_restoring(waiting, slot):
+                begun.append(self._begin(waiting, slot))
         return begun, refused
+
+    def _is_restoring(self, waiting: Waiting, slot: Slot) -> bool:
+        """Whether the request has to wait until a plugin has filled its slot."""
+        if not self._calls.hooks.find_prefix or not waiting.request.cache_prompt:
+            return False
+        return self.restorer.offer(waiting, slot, *self._own(slot, waiting.request))
 
     def _begin(self, waiting: Waiting, slot: Slot) -> Sequence:
         request = waiting.request
@@ -116,13 +132,17 @@ class Admission:
                 return best
         return least_recently_used([slot for slot in idle if slot.context in free] or idle)
 
+    def _own(self, slot: Slot, request: Request) -> tuple[int, int]:
+        """Tokens of the prompt that the slot holds, and how many of these it can reuse."""
+        n_common = slot.tokens.common_prefix(request.prompt) if request.cache_prompt else 0
+        return n_common, self._checkpoints.reusable(slot, n_common, len(request.prompt))
+
     def _reuse(self, slot: Slot, request: Request) -> int:
         """Prepare the slot's memory for the prompt; how many of its tokens need not be computed again."""
-        n_past = slot.tokens.common_prefix(request.prompt) if request.cache_prompt else 0
-        if self._calls.hooks.find_prefix and request.cache_prompt:
-            # Restoring is the plugin's code too, so it runs where a mistake costs only the plugin.
-            self._calls.first("find_prefix", request, slot, check=lambda hit: self._restore(hit, slot, request, n_past))
-            n_past = slot.tokens.common_prefix(request.prompt)
+        n_past, n_own = self._own(slot, request)
+        if n_own == len(request.prompt) and n_own > 0:
+            n_own -= 1
+        self._changing(slot, n_own)
         n_past = self._checkpoints.rewind(slot, n_past, len(request.prompt))
         if n_past == len(request.prompt) and n_past > 0:
             n_past -= 1  # at least one token must be computed, or there are no logits to sample from
@@ -132,22 +152,10 @@ class Admission:
             n_past = 0
         return n_past
 
-    def _restore(self, hit: PrefixHit, slot: Slot, request: Request, n_past: int) -> str | None:
-        """Put stored state into the slot if it is more than the slot has; a sentence when the hit is wrong."""
-        if hit.n_tokens > len(request.prompt):
-            return f"it claims {hit.n_tokens} tokens of a prompt of {len(request.prompt)}"
-        if hit.n_tokens <= n_past or not hit.ready():
-            return None
-        slot.checkpoints = [c for c in slot.checkpoints if c.n_tokens <= n_past]
-        slot.tokens.keep(0)
-        try:
-            hit.restore(slot)
-        except Exception:
-            self._kv.remove(slot.seq_id, -1, -1)
-            slot.checkpoints = []
-            raise
-        slot.tokens.extend(request.prompt[: hit.n_tokens])
-        return None
+    def _changing(self, slot: Slot, n_kept: int) -> None:
+        if self._calls.hooks.slot_changing:
+            self._calls.each("slot_changing", slot, n_kept)
+        slot.cut(n_kept)
 
 
 def least_recently_used(idle: Seq[Slot]) -> Slot:

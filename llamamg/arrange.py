@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ class Arranger:
         self._slots, self._kv, self._calls, self._stats = slots, kv, calls, stats
         self._parked: list[_Parked] = []
         self._lazy: set[int] = set()  # contexts whose next decode copies cells
+        self.changing: Callable[[Slot], None] = lambda slot: None  # told before what a slot holds goes elsewhere
 
     def arrange(self, state: StepState) -> None:
         """Ask the plugins and move. `state.slots` are those of one context."""
@@ -66,6 +68,8 @@ class Arranger:
 
     def _move(self, busy: Slot, idle: Slot) -> None:
         a, b = busy.seq_id, idle.seq_id
+        self.changing(busy)
+        self.changing(idle)
         if len(idle.tokens):
             data = self._kv.save(b, flags=0) if self._kv.size(b) <= SWAP_BYTES_MAX else None
             if data is not None:

@@ -78,6 +78,28 @@ class CheckpointPolicy:
             kept.append(c)
         return kept
 
+    def reusable(self, slot: Slot, n_past: int, n_prompt: int) -> int:
+        """What `rewind` would keep, without doing anything. A state that libllama then refuses makes it less."""
+        needed = self._needed(slot, n_past, n_prompt)
+        if needed is None:
+            return n_past
+        found = self._usable(slot, n_past, needed)
+        return min(n_past, max(found.pos_min + 1, found.pos_max), found.n_tokens) if found is not None else 0
+
+    def _needed(self, slot: Slot, n_past: int, n_prompt: int) -> int | None:
+        """The position from which on a snapshot is needed to continue at `n_past`; None when none is."""
+        if n_past <= 0:
+            return None
+        pos_min = self.kv.pos_min(slot.seq_id)
+        needed = max(0, n_past - self.kv.n_swa - (0 if n_past < n_prompt else 1))
+        return needed if pos_min < 0 or pos_min >= needed else None
+
+    def _usable(self, slot: Slot, n_past: int, needed: int) -> Checkpoint | None:
+        if self.kv.pos_min(slot.seq_id) < 0:
+            return None
+        fitting = (c for c in reversed(slot.checkpoints) if c.pos_max <= n_past)
+        return next((c for c in fitting if c.pos_min < needed or c.pos_min == 0), None)
+
     def rewind(self, slot: Slot, n_past: int, n_prompt: int) -> int:
         """Make the slot's memory continue at `n_past` or before; how many tokens it can keep. Drops later snapshots."""
         n_common = n_past

@@ -46,12 +46,22 @@ class Shrink:
 
 
 class PrefixHit(Protocol):
-    """`find_prefix`: `n_tokens` of the prompt are computed already and can be put into a slot."""
+    """`find_prefix`: `n_tokens` of the prompt are computed already and can be put into a slot.
 
-    n_tokens: int
+    The engine calls `start` once if it takes the offer, then `ready` in each step until it is True, then `restore`. The slot
+    is nobody else's from `start` on, other requests go on. All on the engine thread.
+    """
+
+    n_tokens: int  # may become less, even 0, until `ready` says True
+
+    def start(self, slot: Slot, n_kept: int) -> None:
+        """The slot's sequence holds the first `n_kept` tokens of the prompt and nothing else: begin to add to it."""
 
     def ready(self) -> bool:
-        """True once `restore` will not wait."""
+        """True once `restore` will not wait. Must not wait itself."""
 
     def restore(self, slot: Slot) -> None:
-        """Put the state of the first `n_tokens` positions into the slot's sequence."""
+        """When this returns, the slot's sequence holds the first `n_tokens` tokens of the prompt and nothing else."""
+
+    def abandon(self) -> None:
+        """The request is gone or waited too long: when this returns, nothing writes into the slot's memory any more."""

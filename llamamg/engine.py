@@ -13,9 +13,11 @@ from typing import TypeVar
 
 from llamamg.admission import Waiting
 from llamamg.batch import Batch
+from llamamg.blocks import Cells
 from llamamg.config import Config
 from llamamg.errors import BatchError
 from llamamg.hookcalls import HookCalls
+from llamamg.kvcache import KVCache
 from llamamg.model import ModelInfo
 from llamamg.plugins import PluginSet
 from llamamg.recovery import Recovery
@@ -65,6 +67,7 @@ class Engine:
         self.stats: Stats = scheduler.stats
         self.deliver: Deliver = lambda pairs: None
         self.shadow: Shadow | None = None  # replays requests while nothing runs
+        self.cells: Cells | None = None  # what sequences keep in memory, for copies beside decodes
         self.error: BaseException | None = None  # what ended the loop, if it did not end by `stop`
         self._new_sampler, self._view, self._close = new_sampler, view, close
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -134,6 +137,11 @@ class Engine:
     def slot_views(self) -> list[SlotView]:
         """The slots as /slots shows them: a look without a lock, each field is right at some moment."""
         return [self._view(slot) for slot in self.slots]
+
+    @property
+    def kv(self) -> KVCache:
+        """The sequence memory; only on the engine thread."""
+        return self.scheduler.kv
 
     @property
     def n_slots(self) -> int:

@@ -25,6 +25,12 @@ class HookCalls:
 
     def first(self, name: str, *args: Any, check: Callable[[Any], str | None] | None = None) -> Any:
         """The first answer that is not None and that `check` has no complaint about (its sentence quarantines the plugin)."""
+        return self.first_with_owner(name, *args, check=check)[0]
+
+    def first_with_owner(
+        self, name: str, *args: Any, check: Callable[[Any], str | None] | None = None
+    ) -> tuple[Any, Hook | None]:
+        """As `first`, with the function that gave the answer: `on_behalf` calls more of its plugin's code."""
         for function in getattr(self.hooks, name):
             try:
                 answer = function(*args)
@@ -32,11 +38,19 @@ class HookCalls:
                     continue
                 complaint = check(answer) if check else None
                 if complaint is None:
-                    return answer
+                    return answer, function
                 raise ValueError(f"{name}: {complaint}")
             except Exception as error:
                 self._quarantine(function, error)
-        return None
+        return None, None
+
+    def on_behalf(self, function: Hook, code: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run code of the plugin that `function` belongs to: its result and True, or None and False: it is switched off."""
+        try:
+            return code(), True
+        except Exception as error:
+            self._quarantine(function, error)
+            return None, False
 
     def each(self, name: str, *args: Any) -> list[Any]:
         """Every implementation's answer; those that raise are left out and switched off."""

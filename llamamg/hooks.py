@@ -18,7 +18,15 @@ from llamamg import hookspecs
 
 Hook = Callable[..., Any]
 
-REQUEST_HOOKS = ("request_arrived", "admit", "select_slot", "find_prefix", "slot_released", "request_finished")
+REQUEST_HOOKS = (
+    "request_arrived",
+    "admit",
+    "select_slot",
+    "find_prefix",
+    "slot_released",
+    "slot_changing",
+    "request_finished",
+)
 STEP_HOOKS = (
     "batches_in_flight",
     "balance_groups",
@@ -74,6 +82,7 @@ class Hooks:
     select_slot: tuple[Hook, ...]
     find_prefix: tuple[Hook, ...]
     slot_released: tuple[Hook, ...]
+    slot_changing: tuple[Hook, ...]
     request_finished: tuple[Hook, ...]
     batches_in_flight: tuple[Hook, ...]
     balance_groups: tuple[Hook, ...]

@@ -160,7 +160,8 @@ def find_prefix(request: Request, slot: Slot) -> PrefixHit | None:
     """Offer computed state for the beginning of the prompt, better than what the slot holds itself.
 
     When: after the slot is chosen, before its own prefix is used.
-    Result: first result, a PrefixHit. Default: the common prefix of prompt and slot.
+    Result: first result, a PrefixHit. It is taken if it has more tokens than the slot can reuse by itself, and the request
+    waits until it is ready, at most 30 s. Default: the common prefix of prompt and slot.
     Must not: claim more tokens than match.
     """
 
@@ -170,8 +171,18 @@ def slot_released(slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
     """A sequence has left its slot; the slot still holds its tokens.
 
     When: once per sequence, before the slot is given to anybody else.
-    May change: nothing of the slot; start saving its state.
+    May change: nothing of the slot but `slot.copying`: start saving its state by a Transfer, which the engine cuts before the
+    slot's memory changes, whether the plugin is on by then or not.
     Must not: keep the slot from its next user.
+    """
+
+
+@hookspec
+def slot_changing(slot: Slot, n_kept: int) -> None:
+    """What the slot holds behind its first `n_kept` tokens is about to be overwritten or given up.
+
+    When: before an idle slot's memory is cut, cleared, restored or moved; `n_kept` tokens stay as and where they are.
+    Must not: wait longer than a millisecond. What is being copied of those cells (`slot.copying`) is cut afterwards.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from llamamg import library as native
 from llamamg.abi import NativeError
 from llamamg.admission import Admission
 from llamamg.arrange import Arranger
+from llamamg.blocks import Cells
+from llamamg.cells import NativeCells
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
 from llamamg.config import Config
@@ -82,11 +85,24 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         close=close,
         layout=made.layout,
     )
+    engine.cells = _cells(lib, made)
     if config.plugins.guard_replay:
         engine.shadow = engine.scheduler.watcher = Shadow(
             config, llama, runner, kv, vocab, plugins, n_slots(config.context)
         )
     return engine
+
+
+def _cells(lib: native.Library, made: contexts.Contexts) -> Cells | None:
+    """What sequences keep in the contexts; None in a build from before there was a way to say so."""
+    if not hasattr(lib.mg.lib, "mg_cells_planes"):
+        return None
+    addresses = [ctypes.cast(pointer, ctypes.c_void_p).value or 0 for pointer in made.pointers]
+
+    def locate(seq_id: int) -> tuple[int, int]:
+        return addresses[made.layout.context(seq_id)], made.layout.local(seq_id)
+
+    return NativeCells(lib.mg, locate)
 
 
 def _say(sentence: str) -> None:

@@ -62,6 +62,7 @@ class Moves:
         self._for_prefill: deque[Sequence] = deque()  # for an id of the prefill context
         self._free_prefill = list(reversed(layout.prefill))
         self._prefill_context = len(layout.groups)
+        self.changing: Callable[[Slot], None] = lambda slot: None  # told before what a slot holds goes elsewhere
 
     @property
     def wanted(self) -> bool:
@@ -110,6 +111,8 @@ class Moves:
 
     def exchange(self, a: Slot, b: Slot) -> None:
         """Let two idle slots change places, contents too, at once: for whoever wants slots where they were."""
+        for slot in (a, b):
+            self.changing(slot)
         if self._layout.context(a.seq_id) == self._layout.context(b.seq_id):
             saved = [(s, self._kv.save(s.seq_id, flags=0) if len(s.tokens) else None) for s in (a, b)]
             for slot in (a, b):
@@ -157,6 +160,9 @@ class Moves:
         return tuple(context for context in free if context in left - held)
 
     def _begin(self, move: Move, contexts: tuple[int, int]) -> None:
+        for slot in (move.slot, move.other):
+            if slot is not None:
+                self.changing(slot)
         source, target = move.slot.seq_id, move.target
         swap = SWAP_BYTES_MAX if move.other is not None and len(move.other.tokens) else 0
         transfer: Callable[[int, int, int], bool] = self._kv.transfer  # type: ignore[attr-defined]

@@ -76,6 +76,7 @@ class Scheduler:
         self.moves = Moves(
             slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note_change
         )
+        self.moves.changing = arranger.changing = self.changing
         self._changed: set[int] = set()  # contexts whose set of busy slots is another one
         self._unbalanced = False
         self._leaving: list[Sequence] = []  # ended while a batch of theirs was in flight
@@ -124,9 +125,16 @@ class Scheduler:
 
     def clear(self, slot: Slot) -> None:
         """Empty an idle slot."""
+        self.changing(slot)
         self._kv.remove(slot.seq_id, -1, -1)
         slot.tokens.keep(0)
         slot.checkpoints = []
+
+    def changing(self, slot: Slot) -> None:
+        """Tell plugins that everything a slot holds is about to move or go."""
+        if self._calls.hooks.slot_changing:
+            self._calls.each("slot_changing", slot, 0)
+        slot.cut(0)
 
     def take_back(self, row: Row) -> bool:
         """Remove what a failed batch left of a row in the cache; False when the sequence cannot be cut there."""
@@ -152,16 +160,15 @@ class Scheduler:
     @property
     def n_waiting(self) -> int:
         """Queued requests."""
-        return len(self._admission.queue)
+        return len(self._admission.queue) + len(self._admission.restorer.under_way)
 
     def waiting_requests(self) -> list[Request]:
         """Queued requests in order."""
-        return [waiting.request for waiting in self._admission.queue]
+        return [waiting.request for waiting in self._admission.waiting]
 
     def fail_waiting(self, failed: Failed) -> None:
         """Turn every queued request away."""
-        while self._admission.queue:
-            waiting = self._admission.queue[0]
+        for waiting in self._admission.waiting:
             self.outbox.append((waiting.request.id, failed))
             self._admission.remove(waiting.request.id)
             self._drop(waiting)
@@ -173,7 +180,7 @@ class Scheduler:
         state = self._refresh()
         if self._changed:
             self._arrange(state, free)
-        if self._admission.queue:
+        if self.n_waiting:
             self._admit(state, free)
             state = self._refresh()
         if self.moves.wanted:
@@ -247,6 +254,8 @@ class Scheduler:
     def _arrange(self, state: StepState, free: Seq[int]) -> None:
         """Let plugins move sequences, between contexts and within each."""
         hooks = self._calls.hooks
+        if any(slot.restoring for slot in self.slots):
+            return  # cells being copied must stay where they are; asked again afterwards
         if self._unbalanced and hooks.balance_groups and self._layout.n_contexts > 1:
             self._balance(state)
         self._unbalanced = False
@@ -308,7 +317,7 @@ class Scheduler:
         )
         state.decoding = [s for s in running if s.state is SequenceState.DECODE]
         state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
-        state.waiting = self.waiting_requests() if self._admission.queue else []
+        state.waiting = self.waiting_requests() if self.n_waiting else []
         state.step += 1
         state.n_users = len(running)
         self.stats.n_requests_processing = len(running)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamamg.sequence import Sequence, TokenBuffer
+
+if TYPE_CHECKING:
+    from llamamg.transfer import Transfer
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class Slot:
     context: int = 0  # of seq_id
     group: int = 0  # the context of home
     moving: bool = False  # on its way to another context, or waiting for that: nobody may use it
+    restoring: bool = False  # stored state is being copied into it for a request
+    copying: Transfer | None = None  # what it held when its last sequence ended is being copied out of it
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     sequence: Sequence | None = None
@@ -47,8 +52,15 @@ class Slot:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence runs in it, or it is being moved."""
-        return self.sequence is not None or self.moving
+        """Whether a sequence runs in it, or it is being moved or filled."""
+        return self.sequence is not None or self.moving or self.restoring
+
+    def cut(self, n_kept: int) -> None:
+        """All behind the first `n_kept` tokens is about to change: when this returns, nobody reads it any more."""
+        if self.copying is not None:
+            self.copying.cut(n_kept)
+            if self.copying.is_over:
+                self.copying = None
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamamg.abi import NativeError
 from llamamg.batch import Batch
+from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.errors import BatchError
@@ -27,6 +30,7 @@ from llamamg.vocab import Vocabulary
 
 NextToken = Callable[[Sequence, list[int]], int]
 EOS = 2
+UNKNOWN = -7  # what a cell holds that nobody has filled
 
 
 def count_up(sequence: Sequence, so_far: list[int]) -> int:
@@ -167,6 +171,66 @@ class FakeKV(KVCache):
         self.held[source], self.held[target] = (self.held[target] if swap else []), self.held[source]
         self.cut = (self.cut - {source, target}) | ({target} if source in self.cut else set())
         return swap
+
+
+class FakeCells(Cells):
+    """The cells of a FakeKV: one plane, whose rows are the tokens themselves. `slow` runs before each copy."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        self.kv, self.reason, self.layout = kv, "", BlockLayout(((26, 4, 1),))
+        self.slow: Callable[[], None] = lambda: None
+
+    def planes(self, seq_id: int) -> list[Plane]:
+        """One in host memory."""
+        return [Plane(0, 4, 1 << 20, 1, "", 26)]
+
+    def find(self, seq_id: int, pos: int, n: int) -> NDArray[np.int32]:
+        """Cells are positions."""
+        if pos + n > len(self.kv.held[seq_id]):
+            raise NativeError(f"sequence {seq_id} does not hold positions {pos} to {pos + n - 1}")
+        return np.arange(pos, pos + n, dtype=np.int32)
+
+    def place(self, seq_id: int, pos: int, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Rows of nobody, until they are copied in."""
+        self.kv.put(seq_id, pos, [UNKNOWN] * len(tokens))
+        return np.arange(pos, pos + len(tokens), dtype=np.int32)
+
+    def copy(self, seq_id: int, to_host: bool, planes: range, cell: int, n: int, block: int, row: int) -> None:
+        """Rows of four bytes."""
+        self.slow()
+        rows = np.ctypeslib.as_array((ctypes.c_int32 * N_ROWS).from_address(block))[row : row + n]
+        held = self.kv.held[seq_id]
+        if to_host:
+            rows[:] = held[cell : cell + n]
+        else:
+            held[cell : cell + n] = rows.tolist()
+
+    def save_state(self, seq_id: int) -> StateCopy:
+        """The tokens again."""
+        return FakeStateCopy(self.kv, seq_id, len(self.kv.held[seq_id]), self)
+
+    def load_state(self, seq_id: int, state: NDArray[np.uint8]) -> StateCopy:
+        """Checks that the state belongs to the cells."""
+        assert len(state) == 4 * len(self.kv.held[seq_id])
+        return FakeStateCopy(self.kv, seq_id, len(state) // 4, self, to_host=False)
+
+
+class FakeStateCopy(StateCopy):
+    """A state of a FakeKV, which is its tokens."""
+
+    def __init__(self, kv: FakeKV, seq_id: int, n: int, cells: FakeCells, to_host: bool = True) -> None:
+        self.n_bytes, self._kv, self._seq_id, self._cells, self._to_host = 4 * n, kv, seq_id, cells, to_host
+        self.closed = False
+
+    def copy(self, state: NDArray[np.uint8], begin: int, end: int) -> None:
+        """All of it."""
+        self._cells.slow()
+        if self._to_host:
+            state[:] = np.array(self._kv.held[self._seq_id][: self.n_bytes // 4], np.int32).view(np.uint8)
+
+    def close(self) -> None:
+        """Remember that."""
+        self.closed = True
 
 
 @dataclass(slots=True)
@@ -317,6 +381,7 @@ def fake_engine(
     )
     events: list[tuple[int, Event]] = []
     engine.deliver = events.extend
+    engine.cells = FakeCells(kv)
     return engine, runner, events
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from llamamg.options.option import Option
 from llamamg.plugins import Found, PluginError, PluginOption, plugin_options, plugin_switches
@@ -46,6 +47,20 @@ def _rows(declared: PluginOption) -> list[Option]:
 
     default = "" if declared.default is None else str(declared.default)
     rows = []
+    if declared.type is bool and declared.aliases:
+        # An alias is a switch, as in llama-server; the plugin's own flag takes on or off.
+        rows.append(
+            Option(
+                names=declared.aliases,
+                negatives=tuple(f"--no-{alias.removeprefix('--')}" for alias in declared.aliases),
+                target=f"plugin:{declared.plugin}.{declared.name}",
+                env=declared.env[0] if declared.env else "",
+                default="on" if declared.default else "off",
+                help=declared.help,
+                group=_group(declared.plugin),
+            )
+        )
+        declared = replace(declared, aliases=(), env=declared.env[1:])
     for index, env in enumerate(declared.env or ("",)):
         rows.append(
             Option(

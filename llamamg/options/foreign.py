@@ -10,7 +10,6 @@ from __future__ import annotations
 from llamamg.options.option import Option, Status
 from llamamg.options.values import text
 
-CACHE = "Plugin async-cache (prompts kept in memory)"
 GROUPS = "Plugin decode-groups (batches in flight across devices)"
 QSA = "Plugin qsa (sparse attention)"
 SWITCHES = "Native switches"
@@ -64,29 +63,6 @@ def _of_another_way(env: str, help: str) -> Option:
 
 
 OPTIONS = (
-    _value(
-        CACHE,
-        "async-cache.ram",
-        "-cram --cache-ram",
-        "MiB of main memory for prompts that left their slot; 0 is off, -1 no limit "
-        "(llama-server takes 8192 by itself; without the plugin it is off)",
-        env="LLAMA_ARG_CACHE_RAM",
-        neutral=("0",),
-        example="8192",
-        metavar="MIB",
-    ),
-    Option(
-        names=("--cache-idle-slots",),
-        negatives=("--no-cache-idle-slots",),
-        env="LLAMA_ARG_CACHE_IDLE_SLOTS",
-        target="plugin:async-cache.idle-slots",
-        neutral=(False,),
-        default="set by the plugin",
-        help="save idle slots when another request starts",
-        group=CACHE,
-    ),
-    _variable(CACHE, "async-cache.stage-mb", "LLAMA_SERVER_XFER_STAGE_MB", "MiB of pinned memory for copies"),
-    _variable(CACHE, "async-cache.threads", "LLAMA_STATE_XFER_THREADS", "threads that copy"),
     Option(
         names=(),
         env="GGML_CUDA_GRAPHS_FORCE",

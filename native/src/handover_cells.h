@@ -1,9 +1,22 @@
-// Taking the cells of a KV cache over whole: where a sequence has a stream of its own on both sides, the ordered sets
-// that index its cells change hands instead of being filled and emptied again cell by cell.
+// What needs the inside of a KV cache.
+// Taking the cells over whole: where a sequence has a stream of its own on both sides, the ordered sets that index its
+// cells change hands instead of being filled and emptied again cell by cell.
+// Rows: where the keys and values of a sequence lie, and cells for tokens whose rows come from elsewhere.
 #pragma once
+
+#include <cstdint>
+#include <vector>
 
 #include "handover_copier.h"
 #include "llama-kv-cache.h"
+
+// The keys or values of one layer in the stream of a sequence.
+struct kv_plane {
+    ggml_tensor * tensor;
+    uint32_t      n_cells;
+    uint32_t      n_columns;  // 1: rows of `bytes`, one for each cell. More: transposed, elements of `bytes`
+    size_t        bytes;
+};
 
 // A friend of llama_kv_cache and llama_kv_cells in the patched tree.
 struct kv_take {
@@ -14,4 +27,14 @@ struct kv_take {
                      handover::device_copier & copier);
     // After the copies: from has the sequence no more.
     static void cells(llama_kv_cache & from, llama_seq_id seq_from, llama_kv_cache & to, llama_seq_id seq_to);
+
+    // False when its rows belong to another cache.
+    static bool planes(const llama_kv_cache & cache, llama_seq_id seq, std::vector<kv_plane> & out);
+    // The cells of positions [pos, pos + n) of a sequence; false when one is missing, or is there twice.
+    static bool find(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, int32_t * out);
+    // Give a sequence cells for n tokens from pos on, those numbered as their positions where they are free. With
+    // `like` the cells are given instead of chosen. n_pos: sections of a position in the model's batches. False, and
+    // nothing is done, when there is no room.
+    static bool place(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
+                      uint32_t n_pos, int32_t * out, bool like);
 };

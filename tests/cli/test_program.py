@@ -30,7 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "-m", __file__], "is not a GGUF file"),
         (["serve", "-m", "x.gguf", "--ctx-sise", "5"], "did you mean --ctx-size?"),
         (["serve", "-m", "x.gguf", "--lora", "a"], "--lora is not supported"),
-        (["serve", "-m", "x.gguf", "--cache-ram", "8192"], "needs the plugin async-cache"),
+        (["serve", "-m", "x.gguf", "--plugin-option", "mine.x=1"], "needs the plugin mine"),
         (["serve", "-m", "x.gguf", "--port", "99999"], "at most 65535"),
         (["serve", "-m", "x.gguf", "--enable", "seq-compat"], "there is no plugin named 'seq-compat'"),
         (["serve", "-m", "x.gguf", "--enable", "seq-compact", "--disable", "seq-compact"], "both enabled and disabled"),
@@ -48,7 +48,7 @@ def test_errors_exit_with_one_sentence(arguments: list[str], words: str) -> None
 
 
 def test_missing_plugin_is_a_remark_when_asked(tmp_path: Path) -> None:
-    done = run("serve", "-m", str(tmp_path / "x.gguf"), "--cache-ram", "8192", "--ignore-missing-plugins")
+    done = run("serve", "-m", str(tmp_path / "x.gguf"), "--plugin-option", "mine.x=1", "--ignore-missing-plugins")
     assert "there is no model" in done.stderr  # got past the plugin
 
 

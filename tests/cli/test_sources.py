@@ -142,7 +142,6 @@ def test_production_command_parses_fully(start: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "env", "words"),
     [
-        ("--cache-ram 81920", {}, "--cache-ram needs the plugin async-cache"),
         ("--plugin-option mine.x=1", {}, "mine needs the plugin mine"),
     ],
 )
@@ -153,5 +152,8 @@ def test_option_of_a_missing_plugin_stops(line: str, env: dict[str, str], words:
     assert "--ignore-missing-plugins" in str(stopped.value)
 
 
-def test_what_asks_for_nothing_of_a_missing_plugin_is_fine(start: Any) -> None:
-    assert start("--cache-ram", "0", "--no-cache-idle-slots").plugins.options == {}
+def test_switches_of_a_plugin_are_given_as_in_llama_server(start: Any) -> None:
+    assert start("--no-cache-idle-slots").plugins.options == {"async-cache": {"idle-slots": "off"}}
+    on = {"async-cache": {"idle-slots": "on"}}
+    assert start("--cache-idle-slots", env={"LLAMA_ARG_CACHE_IDLE_SLOTS": "0"}).plugins.options == on
+    assert start("--async-cache-idle-slots", "on").plugins.options == on

@@ -63,7 +63,7 @@ MEANINGS = [
     ("--seq-compact --no-seq-compact --seq-compact", "plugins.enable", ("seq-compact",)),
     ("--plugin-option prefill-gate.max_partial=2", "plugins.options", {"prefill-gate": {"max-partial": "2"}}),
     ("--prefill-max-partial 2", "plugins.options", {"prefill-gate": {"max-partial": "2"}}),
-    ("--cache-ram 0", "plugins.options", {}),
+    ("--cache-ram 0", "plugins.options", {"async-cache": {"ram": "0"}}),
     ("--spec-type none", "plugins.options", {"spec": {"type": "none"}}),
 ]
 

@@ -212,8 +212,15 @@ class Hit:
     def __init__(self, kv: Any, tokens: list[int], *, breaks: bool = False) -> None:
         self.n_tokens, self._kv, self._tokens, self._breaks = len(tokens), kv, tokens, breaks
 
+    def start(self, slot: Slot, n_kept: int) -> None:
+        assert slot.busy
+        assert self._kv.held[slot.seq_id] == self._tokens[:n_kept]
+
     def ready(self) -> bool:
         return True
+
+    def abandon(self) -> None:
+        assert self._breaks
 
     def restore(self, slot: Slot) -> None:
         self._kv.held[slot.seq_id] = list(self._tokens[: 2 if self._breaks else None])

@@ -124,7 +124,11 @@ def test_every_hook_has_a_call_site() -> None:
         for path in package.rglob("*.py")
         if path.name not in ("hooks.py", "hookspecs.py", "hookdocs.py")
     )
-    called = set(re.findall(r'\.(?:each|first|_call)\(\s*(?:member, |self\._members\[name\], )?"(\w+)"', sources))
+    called = set(
+        re.findall(
+            r'\.(?:each|first|first_with_owner|_call)\(\s*(?:member, |self\._members\[name\], )?"(\w+)"', sources
+        )
+    )
     called |= set(re.findall(r"for \w+ in self\.(?:_calls\.)?hooks\.(\w+):", sources))
     called |= set(re.findall(r"instance\.(register_options)\(", sources))
     assert sorted(set(ONCE + COMPILED) - called) == []

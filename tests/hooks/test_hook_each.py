@@ -172,6 +172,10 @@ def test_hook_slot_released(make: Any) -> None:
     check_all(make, "slot_released", "slot", "sequence", "reason")
 
 
+def test_hook_slot_changing(make: Any) -> None:
+    check_all(make, "slot_changing", "slot", "n_kept")
+
+
 def test_hook_request_finished(make: Any) -> None:
     check_all(make, "request_finished", "request", "timings")
 

@@ -118,9 +118,7 @@ def test_other_weight_types_decode(library: Library, synth_model: Callable[..., 
         assert len(set(tokens)) >= 15
 
 
-def test_selection_acts_beyond_its_budget(
-    session: Session, library: Library, synth_model: Callable[..., Path]
-) -> None:
+def test_selection_acts_beyond_its_budget(session: Session, library: Library, synth_model: Callable[..., Path]) -> None:
     sparse = session.prefill(PROMPT)
     with opened(library, synth_model(dense=True)) as dense_session:
         dense = dense_session.prefill(PROMPT)

@@ -1,0 +1,127 @@
+"""Requests whose slot is being filled with stored state: a plugin copies, everybody else goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llamamg.decisions import PrefixHit
+from llamamg.hookcalls import HookCalls
+from llamamg.hooks import Hook
+from llamamg.kvcache import KVCache
+from llamamg.slot import Slot
+
+if TYPE_CHECKING:
+    from llamamg.admission import Waiting
+
+log = logging.getLogger(__name__)
+RESTORE_S_MAX = 30.0  # after that the prompt is computed instead
+
+
+@dataclass(slots=True, eq=False)
+class Restoring:
+    """A request and the slot that `hit` fills for it; `owner` is the hook function of the plugin that does."""
+
+    waiting: Waiting
+    slot: Slot
+    hit: PrefixHit
+    owner: Hook
+    n_kept: int  # tokens the slot held by itself
+    t_latest: float
+
+
+class Restorer:
+    """Takes offers of `find_prefix` and sees them through. On the engine thread."""
+
+    def __init__(self, kv: KVCache, calls: HookCalls, changing: Callable[[Slot, int], None]) -> None:
+        self._kv, self._calls, self._changing = kv, calls, changing
+        self.under_way: list[Restoring] = []
+        self.timeout_s = RESTORE_S_MAX
+
+    def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int) -> bool:
+        """Ask the plugins for more than the `n_own` tokens that the slot can reuse of the `n_common` it shares.
+
+        True when the request has to wait for it; `finished` gives it back.
+        """
+        prompt, kept = waiting.request.prompt, 0
+
+        def begin(hit: PrefixHit) -> str | None:
+            nonlocal kept
+            if hit.n_tokens > len(prompt):
+                return f"it claims {hit.n_tokens} tokens of a prompt of {len(prompt)}"
+            if hit.n_tokens > n_own:
+                kept = self._make_room(slot, n_common)
+                slot.restoring = True
+                hit.start(slot, kept)
+            return None
+
+        hit, owner = self._calls.first_with_owner("find_prefix", waiting.request, slot, check=begin)
+        if slot.restoring and hit is None:
+            self._give_up(slot)  # its plugin raised on the way
+        if not slot.restoring or owner is None:
+            return False
+        restoring = Restoring(waiting, slot, hit, owner, kept, time.perf_counter() + self.timeout_s)
+        if self._is_through(restoring):
+            return False
+        self.under_way.append(restoring)
+        return True
+
+    def finished(self, free: Any) -> list[Restoring]:
+        """Those that need not wait any longer, whatever came of it; only slots of the `free` contexts are looked at."""
+        through = [r for r in self.under_way if r.slot.context in free and self._is_through(r)]
+        self.under_way = [r for r in self.under_way if r not in through]
+        return through
+
+    def remove(self, request_id: int) -> Waiting | None:
+        """The request is gone; its slot is empty then."""
+        for restoring in self.under_way:
+            if restoring.waiting.request.id == request_id:
+                self.under_way.remove(restoring)
+                self._abandon(restoring)
+                return restoring.waiting
+        return None
+
+    def _is_through(self, restoring: Restoring) -> bool:
+        hit, slot = restoring.hit, restoring.slot
+        is_ready, alive = self._calls.on_behalf(restoring.owner, hit.ready)
+        if alive and not is_ready:
+            if time.perf_counter() < restoring.t_latest:
+                return False
+            log.warning("slot %d: stored state did not come in time, the prompt is computed", slot.id)
+            self._abandon(restoring)
+            return True
+        if alive:
+            _, alive = self._calls.on_behalf(restoring.owner, lambda: hit.restore(slot))
+        if not alive:
+            self._abandon(restoring)
+            return True
+        prompt = restoring.waiting.request.prompt
+        slot.tokens.keep(0)
+        slot.tokens.extend(prompt[: hit.n_tokens])
+        slot.restoring = False
+        return True
+
+    def _make_room(self, slot: Slot, n_common: int) -> int:
+        """Cut the slot's memory back to what can stay; how many tokens that is."""
+        kept = 0 if self._kv.needs_checkpoints else n_common
+        self._changing(slot, kept)
+        if not self._kv.remove(slot.seq_id, kept, -1):
+            kept = 0
+            self._kv.remove(slot.seq_id, -1, -1)
+        slot.tokens.keep(kept)
+        slot.checkpoints = []
+        return kept
+
+    def _abandon(self, restoring: Restoring) -> None:
+        self._calls.on_behalf(restoring.owner, restoring.hit.abandon)
+        self._give_up(restoring.slot)
+
+    def _give_up(self, slot: Slot) -> None:
+        """Nobody knows what the slot's memory holds now."""
+        self._kv.remove(slot.seq_id, -1, -1)
+        slot.tokens.keep(0)
+        slot.checkpoints = []
+        slot.restoring = False

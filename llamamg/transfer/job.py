@@ -1,0 +1,158 @@
+"""One transfer: the rows of one sequence, and perhaps its state, in works that threads take one after the other.
+
+Whoever is about to overwrite rows calls `cut` first: when that returns, no thread reads or writes them any more. It waits for
+at most one chunk of each thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from llamamg.blocks import Bytes, Indexes, StateCopy
+
+ALL = 1 << 62  # a limit that cuts nothing; also the end of what any change of the sequence spoils
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Positions from `pos` on, which lie in `cells`, and the rows from `row` on of the block at address `block`.
+
+    `prepare` fills the block first, on the thread that copies. `done` gets how many of them were copied in full, on that
+    thread; none is called for a piece that was cut away whole.
+    """
+
+    pos: int
+    cells: Indexes
+    block: int
+    row: int
+    done: Callable[[int], None] | None = None
+    prepare: Callable[[], None] | None = None
+
+
+class Work(Protocol):
+    """A part of a transfer, copied by one thread in `n_chunks` chunks. It touches positions below `end` only."""
+
+    end: int
+    n_chunks: int
+    n_bytes: int
+
+    def copy(self, chunk: int, limit: int) -> None:
+        """Copy one chunk of what lies below `limit`. Raises NativeError."""
+
+    def finish(self, limit: int) -> None:
+        """All chunks are copied, up to `limit` at least."""
+
+
+class Copier(Protocol):
+    """Makes works of pieces. `name` is shown to users."""
+
+    name: str
+
+    def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
+        """The works that copy these pieces."""
+
+
+class Transfer:
+    """Made, filled and cut on one thread; worked on by others."""
+
+    def __init__(self, seq_id: int, to_host: bool) -> None:
+        self.seq_id, self.to_host = seq_id, to_host
+        self.error: Exception | None = None
+        self.n_bytes = 0  # copied
+        self._limit = ALL
+        self._n_open = 0  # works not finished
+        self._sealed = False
+        self._active: list[int] = []  # ends of the chunks being copied
+        self._changed = threading.Condition()
+
+    # -- the thread that owns it
+
+    def opened(self, n: int) -> None:
+        """`n` more works were queued."""
+        with self._changed:
+            self._n_open += n
+
+    def seal(self) -> None:
+        """No more works will come."""
+        with self._changed:
+            self._sealed = True
+            self._changed.notify_all()
+
+    def cut(self, limit: int) -> None:
+        """Copy nothing from position `limit` on. When this returns, no thread touches it."""
+        with self._changed:
+            self._limit = min(self._limit, limit)
+            self._changed.wait_for(lambda: all(end <= self._limit for end in self._active))
+
+    def abandon(self) -> None:
+        """Copy nothing more. When this returns, no thread touches anything of it."""
+        self.cut(0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is over; False when it is not after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._sealed and self._n_open == 0, timeout_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was copied, cut away or failed."""
+        return self._sealed and self._n_open == 0
+
+    @property
+    def limit(self) -> int:
+        """Positions from here on are not copied."""
+        return self._limit
+
+    # -- threads that copy
+
+    def enter(self, work: Work) -> int:
+        """Begin a chunk; the limit up to which it may copy, 0: nothing."""
+        with self._changed:
+            limit = min(work.end, self._limit) if self.error is None else 0
+            if limit > 0 and (work.end < ALL or limit == ALL):
+                self._active.append(limit)
+                return limit
+            return 0
+
+    def leave(self, limit: int) -> None:
+        """The chunk is copied."""
+        with self._changed:
+            self._active.remove(limit)
+            self._changed.notify_all()
+
+    def closed(self, n_bytes: int, error: Exception | None = None) -> None:
+        """A work is over."""
+        with self._changed:
+            self._n_open -= 1
+            self.n_bytes += n_bytes
+            self.error = self.error or error
+            self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class StateWork:
+    """A state of a sequence. Any change of the sequence spoils it, so every `cut` ends it."""
+
+    copying: StateCopy
+    data: Bytes
+    done: Callable[[], None] | None = None
+    chunk_bytes: int = 1 << 20
+    end: int = ALL
+    n_chunks: int = 0
+    n_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.n_bytes = self.copying.n_bytes
+        self.n_chunks = -(-self.n_bytes // self.chunk_bytes)
+
+    def copy(self, chunk: int, limit: int) -> None:
+        begin = chunk * self.chunk_bytes
+        self.copying.copy(self.data, begin, min(begin + self.chunk_bytes, self.n_bytes))
+
+    def finish(self, limit: int) -> None:
+        if self.done is not None:
+            self.done()

@@ -1,0 +1,107 @@
+// Rows of a KV cache: where they lie, which cell holds which position, and cells for rows that are copied in.
+#include <algorithm>
+#include <memory>
+#include <numeric>
+
+#include "handover_cells.h"
+#include "llama-batch.h"
+#include "llama-hparams.h"
+
+bool kv_take::planes(const llama_kv_cache & cache, llama_seq_id seq, std::vector<kv_plane> & out) {
+    if (cache.other) {
+        return false;
+    }
+    const uint32_t stream = cache.seq_to_stream[seq];
+    const uint32_t size   = cache.v_cells[stream].size();
+    for (const auto & layer : cache.layers) {
+        ggml_tensor * k = layer.k_stream[stream];
+        out.push_back({ k, size, 1, ggml_row_size(k->type, cache.hparams.n_embd_k_gqa(layer.il)) });
+    }
+    for (const auto & layer : cache.layers) {
+        ggml_tensor * v = layer.v_stream[stream];
+        if (!v) {
+            continue;
+        }
+        const uint32_t n = cache.hparams.n_embd_v_gqa(layer.il);
+        if (cache.v_trans) {
+            out.push_back({ v, size, n, ggml_type_size(v->type) });
+        } else {
+            out.push_back({ v, size, 1, ggml_row_size(v->type, n) });
+        }
+    }
+    return true;
+}
+
+bool kv_take::find(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, int32_t * out) {
+    const llama_kv_cells & cells      = cache.v_cells[cache.seq_to_stream[seq]];
+    const auto             holds      = [&](uint32_t i) { return !cells.is_empty(i) && cells.seq_has(i, seq); };
+    int32_t                n_in_place = 0;
+    while (n_in_place < n && (uint32_t) (pos + n_in_place) < cells.size() && holds(pos + n_in_place) &&
+           cells.pos_get(pos + n_in_place) == pos + n_in_place) {
+        out[n_in_place] = pos + n_in_place;
+        ++n_in_place;
+    }
+    if (n_in_place == n) {
+        return true;
+    }
+    std::fill(out, out + n, -1);
+    int32_t n_found = 0;
+    for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+        if (!holds(i)) {
+            continue;
+        }
+        const llama_pos p = cells.pos_get(i);
+        if (p < pos || p >= pos + n) {
+            continue;
+        }
+        if (out[p - pos] >= 0) {
+            return false;
+        }
+        out[p - pos] = (int32_t) i;
+        ++n_found;
+    }
+    return n_found == n;
+}
+
+bool kv_take::place(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
+                    uint32_t n_pos, int32_t * out, bool like) {
+    const uint32_t         stream = cache.seq_to_stream[seq];
+    const llama_kv_cells & cells  = cache.v_cells[stream];
+
+    // As for a batch of text: every section of a position is the position.
+    llama_batch_allocr allocr(n_pos);
+    llama_ubatch       ubatch = allocr.ubatch_reserve(n, 1);
+    ubatch.seq_id_unq[0]      = seq;
+    for (int32_t i = 0; i < n; ++i) {
+        for (uint32_t section = 0; section < ubatch.n_pos; ++section) {
+            ubatch.pos[section * n + i] = pos + i;
+        }
+        ubatch.token[i]    = tokens[i];
+        ubatch.n_seq_id[i] = 1;
+        ubatch.seq_id[i]   = &seq;
+    }
+
+    llama_kv_cache::slot_info where;
+    where.s0 = where.s1 = stream;
+    where.resize(1);
+    where.strm[0] = stream;
+    if (like) {
+        where.idxs[0].assign(out, out + n);
+    } else {
+        where.idxs[0].resize(n);
+        std::iota(where.idxs[0].begin(), where.idxs[0].end(), (uint32_t) pos);
+    }
+    const auto is_free = [&](uint32_t i) { return i < cells.size() && cells.is_empty(i); };
+    if (!std::all_of(where.idxs[0].begin(), where.idxs[0].end(), is_free)) {
+        if (like) {
+            return false;
+        }
+        where = cache.find_slot(ubatch, false);
+        if (where.empty() || !std::all_of(where.idxs[0].begin(), where.idxs[0].end(), is_free)) {
+            return false;  // a window may offer cells it still needs for other rows of this copy
+        }
+    }
+    cache.apply_ubatch(where, ubatch);
+    std::copy(where.idxs[0].begin(), where.idxs[0].end(), out);
+    return true;
+}

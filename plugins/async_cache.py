@@ -1,0 +1,266 @@
+"""Keep computed prompts in main memory and on disk, copied beside decodes, and put them back where a prompt begins like them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llamamg import (
+    Cells,
+    Config,
+    FinishReason,
+    Guard,
+    Options,
+    PrefixHit,
+    Request,
+    Sequence,
+    Slot,
+    StepState,
+    Unavailable,
+    Workers,
+    hookimpl,
+    pick_copier,
+    plugin,
+)
+from llamamg_plugins.async_cache_blocks import BlockPool, pinned_by
+from llamamg_plugins.async_cache_hit import Hit
+from llamamg_plugins.async_cache_save import Saver
+from llamamg_plugins.async_cache_tree import Tree
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+N_MIN = 16  # tokens; less is computed sooner than looked for
+
+
+@plugin(
+    name="async-cache",
+    summary="keeps prompts that left their slot in main memory and on disk, copied while others decode",
+    helps="more conversations than slots; sessions that come back, also after a restart",
+    hurts="memory bandwidth while a slot is saved; main memory (--cache-ram)",
+    guard=Guard.same_tokens(),
+    toggle="step",
+    effect="tokens restored",
+)
+class AsyncCache:
+    """Saves a slot when its sequence ends, restores when a prompt begins like something saved."""
+
+    def __init__(
+        self,
+        ram: int = 8192,
+        idle_slots: bool = True,
+        stage_mb: int = 2048,
+        threads: int = 0,
+    ) -> None:
+        self.ram, self.idle_slots, self.stage_mb, self.threads = ram, idle_slots, stage_mb, threads
+        self.effect = 0
+        self.n_hits = self.n_misses = self.n_failed = 0
+        self._way = ""  # how copies are made, for `note`
+        self._tree: Tree | None = None  # None: nothing can be copied here
+        self._waits = False
+
+    @hookimpl
+    def register_options(self, options: Options) -> None:
+        """Names and variables are llama-server's and llama.cpp-multigpu's."""
+        options.add(
+            "ram",
+            type=int,
+            default=8192,
+            minimum=-1,
+            help="MiB of main memory for prompts that left their slot; 0: none, -1: no limit",
+            aliases=("-cram", "--cache-ram"),
+            env=("LLAMA_ARG_CACHE_RAM",),
+        )
+        options.add(
+            "idle-slots",
+            type=bool,
+            default=True,
+            help="save a slot as soon as its sequence ends; off: only when its next user overwrites it, who waits for it",
+            aliases=("--cache-idle-slots",),
+            env=("LLAMA_ARG_CACHE_IDLE_SLOTS",),
+        )
+        options.add(
+            "stage-mb",
+            type=int,
+            default=2048,
+            minimum=0,
+            help="MiB of the cache in page-locked memory, which a GPU reads and writes at full speed; taken at the start",
+            env=("LLAMA_SERVER_XFER_STAGE_MB",),
+        )
+        options.add(
+            "threads",
+            type=int,
+            default=0,
+            minimum=0,
+            help="threads that copy; 0: one, and four where the cache is on a GPU",
+            env=("LLAMA_STATE_XFER_THREADS",),
+        )
+
+    @hookimpl
+    def configure(self, config: Config) -> None:
+        """Nothing to do without memory to keep things in, or without prompts to reuse."""
+        if self.ram == 0:
+            raise Unavailable("there is nowhere to keep prompts: --cache-ram is 0")
+        if not config.generation.cache_prompt:
+            raise Unavailable("prompts are not reused (--no-cache-prompt)")
+        # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
+        self._waits = config.generation.context_shift
+
+    @hookimpl
+    def engine_start(self, engine: Any) -> None:
+        """Take the memory and start the threads."""
+        cells: Cells | None = engine.cells
+        if cells is None or cells.reason:
+            why = cells.reason if cells is not None else "this native build is too old, run `llamamg build`"
+            self._way = f"keeps nothing: the memory of this model cannot be copied ({why})"
+            return
+        self._engine, self._cells, self._kv = engine, cells, engine.kv
+        copier, why = pick_copier(cells)
+        self._copier, self._way = copier, f"{copier.name}: {why}"
+        n_max = self.ram * MIB if self.ram >= 0 else 1 << 60
+        is_pinned = copier.name == "cupy" and self.stage_mb > 0
+        pool = BlockPool(
+            cells.layout.n_block_bytes,
+            n_max,
+            pinned=pinned_by(copier.cupy) if is_pinned else None,  # type: ignore[attr-defined]
+            n_pinned_bytes=self.stage_mb * MIB,
+        )
+        self._tree = Tree(pool, n_max)
+        on_host = all(plane.device == "" for plane in cells.planes(0))
+        n_threads = self.threads or (1 if on_host else min(4, os.cpu_count() or 1))
+        # On a host the decoders need the memory's bandwidth; a device copies beside its kernels.
+        pause = {} if on_host else {"pause_save": 0.0, "pause_load": 0.0}
+        self._workers = Workers(n_threads, **pause)
+        self._saver = Saver(cells, self._kv, self._tree, copier, self._workers)
+
+    @hookimpl
+    def engine_stop(self) -> None:
+        """Copy nothing more."""
+        if self._tree is not None:
+            self._saver.stop()
+            self._workers.stop()
+
+    @hookimpl
+    def register_metrics(self, metrics: Any) -> None:
+        """Hits, misses, bytes and evictions."""
+        metrics.register(_Counters(self))
+
+    @property
+    def note(self) -> str:
+        """How copies are made, and what is kept."""
+        tree = self._tree
+        if tree is None:
+            return self._way
+        return f"{self._way}; {tree.n_bytes / MIB:.0f} MiB kept; {self.n_hits} hits, {self.n_misses} misses"
+
+    # -- saving
+
+    @hookimpl
+    def slot_released(self, slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
+        """Begin to save what is new."""
+        if self._tree is None or reason is FinishReason.FAILED or sequence.truncated:
+            return
+        if self.idle_slots:
+            self._save(slot, waits=self._waits)
+
+    def _save(self, slot: Slot, *, waits: bool) -> None:
+        n = len(slot.tokens)
+        if n < N_MIN or not self._engine.runner.is_free(slot.context):
+            return
+        if self._kv.pos_max(slot.seq_id) != n - 1:
+            return  # cut short by an error
+        save = self._saver.save(slot, slot.tokens.view().copy())
+        if save is not None and waits:
+            save.transfer.wait()
+
+    @hookimpl
+    def slot_changing(self, slot: Slot, n_kept: int) -> None:
+        """If it was to be saved only now, do so at once."""
+        if self._tree is None or self.idle_slots or slot.busy or n_kept >= len(slot.tokens):
+            return
+        self._save(slot, waits=True)
+
+    @hookimpl
+    def select_slot(self, request: Request, slots: Seq[Slot]) -> Slot | None:
+        """Where the least recently used slot would be taken: one that is not being saved."""
+        idle = [slot for slot in slots if not slot.busy]
+        saving = [slot for slot in idle if slot.copying is not None and not slot.copying.is_over]
+        if not saving or len(saving) == len(idle):
+            return None
+        useful = self._engine.config.generation.slot_prompt_similarity * len(request.prompt)
+        if any(slot.tokens.common_prefix(request.prompt) > useful for slot in idle):
+            return None
+        return min((slot for slot in idle if slot not in saving), key=lambda slot: (slot.t_last_used, -slot.id))
+
+    # -- restoring
+
+    @hookimpl
+    def find_prefix(self, request: Request, slot: Slot) -> PrefixHit | None:
+        """The longest prefix that can be continued."""
+        tree = self._tree
+        if tree is None or len(request.prompt) < N_MIN:
+            return None
+        self._saver.drain()
+        needs_state = self._kv.needs_checkpoints
+        # A state cannot go back by the one token that must be computed.
+        path, n = tree.find(request.prompt[: len(request.prompt) - needs_state])
+        state = None
+        if needs_state:
+            state = tree.best_state(path, n)
+            n = state.n_tokens if state is not None else 0
+        if n < N_MIN:
+            self.n_misses += 1
+            return None
+        path = [node for node in path if node.start < n]
+        hit = Hit(path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._load, self._ended)
+        return hit
+
+    def _load(self, stored: Any, memory: Any) -> None:
+        raise RuntimeError("nothing is on disk")
+
+    def _ended(self, hit: Hit) -> None:
+        if hit.n_tokens:
+            self.n_hits += 1
+            self.effect += hit.n_tokens - hit.n_kept
+        else:
+            self.n_failed += hit.failed is not None
+
+    @hookimpl
+    def idle(self, state: StepState) -> None:
+        """What was copied becomes a part of the tree."""
+        if self._tree is not None:
+            self._saver.drain()
+
+    def counters(self) -> Iterator[tuple[str, str, float, bool]]:
+        """Name, help, value, and whether it only grows."""
+        tree = self._tree
+        if tree is None:
+            return
+        saver = self._saver
+        yield "hits", "Prompts whose beginning was restored", self.n_hits, True
+        yield "misses", "Prompts of which nothing was kept", self.n_misses, True
+        yield "failed", "Restores that came to nothing, so that the prompt was computed", self.n_failed, True
+        yield "restored_tokens", "Tokens restored", self.effect, True
+        yield "saves", "Slots saved", saver.n_saved, True
+        yield "saves_cut", "Slots whose next user came before all was saved", saver.n_cut, True
+        yield "saved_bytes", "Bytes copied from slots", saver.n_bytes, True
+        yield "evicted_blocks", "Blocks that went to make room", tree.n_evicted, True
+        yield "bytes", "Main memory in use", tree.n_bytes, False
+        yield "bytes_max", "Main memory allowed", tree.n_bytes_max, False
+
+
+class _Counters(Collector):
+    """Read at each scrape."""
+
+    def __init__(self, cache: AsyncCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, value, grows in self._cache.counters():
+            family: Callable[..., Metric] = CounterMetricFamily if grows else GaugeMetricFamily
+            yield family(f"llamamg:async_cache_{name}", text, value=value)

@@ -1,0 +1,175 @@
+"""Restoring: blocks of a path are copied into the cells of a slot, piece by piece, while others decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamamg import N_ROWS, Cells, Copier, Piece, Slot, StateWork, Transfer, Workers
+from llamamg_plugins.async_cache_blocks import Block
+from llamamg_plugins.async_cache_save import checkpoints
+from llamamg_plugins.async_cache_tree import Node, State, Tree
+
+PLACE_S = 0.001  # time for cells in one step
+N_PLACE = 2 * N_ROWS
+Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
+
+
+class Hit:
+    """`n_tokens` of a path of blocks. Blocks that are only on disk are read on the way."""
+
+    def __init__(
+        self, path: list[Node], n_tokens: int, state: State | None, tree: Tree, cells: Cells, kv: Any,
+        copier: Copier, workers: Workers, load: Load, ended: Callable[[Hit], None],
+    ) -> None:  # fmt: skip
+        self.path, self.n_tokens, self.state = path, n_tokens, state
+        self._tree, self._cells, self._kv = tree, cells, kv
+        self._copier, self._workers, self._load, self._ended = copier, workers, load, ended
+        self.transfer: Transfer | None = None
+        self.failed: Exception | None = None
+        self.n_kept = 0
+        self._n_placed = 0
+        self._tokens = np.concatenate([node.tokens for node in path])[:n_tokens]
+        self._fresh: dict[int, Block] = {}  # blocks being read, by the index of their node in the path
+        self._state_data: NDArray[np.uint8] | None = None
+        self._copying: Any = None
+        self._state_wanted = state is not None
+        self._reading: Transfer | None = None
+
+    # -- as PrefixHit's
+
+    def start(self, slot: Slot, n_kept: int) -> None:
+        """Pin the blocks, and begin to read what is only on disk."""
+        self.slot, self.n_kept, self._n_placed = slot, n_kept, n_kept
+        self.transfer = Transfer(slot.seq_id, to_host=False)
+        for node in self.path:
+            node.n_pins += 1
+        self._tree.touch(self.path)
+        state = self.state
+        if state is not None and state.data is None:
+            self._reading = Transfer(slot.seq_id, to_host=False)
+            self._workers.add(self._reading, [_Read(self._read_state)])
+            self._reading.seal()
+        elif state is not None:
+            self._state_data = state.data
+
+    def ready(self) -> bool:
+        """Give out more cells, and say whether everything is copied."""
+        assert self.transfer is not None
+        if self.failed is None:
+            try:
+                self._go_on()
+            except Exception as error:  # no room in the cache, or a state that libllama refuses
+                self.failed = error
+                self.transfer.abandon()
+                self.transfer.seal()
+        self.failed = self.failed or self.transfer.error
+        if self.failed is not None:
+            self.transfer.seal()
+        return self.transfer.is_over
+
+    def restore(self, slot: Slot) -> None:
+        """Give the slot its snapshots; after a failure, empty it."""
+        self._close()
+        if self.failed is not None:
+            self.n_tokens = 0
+            self._kv.remove(slot.seq_id, -1, -1)
+        elif self._kv.needs_checkpoints:
+            slot.checkpoints = checkpoints(self.path, self.n_tokens)
+        self._ended(self)
+
+    def abandon(self) -> None:
+        """Stop copying; what is read from disk by then is kept."""
+        for transfer in (self.transfer, self._reading):
+            if transfer is not None:
+                transfer.abandon()
+                transfer.seal()
+                transfer.wait(1.0)
+        self._close()
+        self.n_tokens = 0
+        self._ended(self)
+
+    # -- inside
+
+    def _go_on(self) -> None:
+        assert self.transfer is not None
+        until = time.perf_counter() + PLACE_S
+        while self._n_placed < self.n_tokens and time.perf_counter() < until:
+            end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + N_PLACE)
+            where = self._cells.place(self.slot.seq_id, self._n_placed, self._tokens[self._n_placed : end])
+            pieces = list(self._pieces(self._n_placed, where))
+            self._n_placed = end
+            self._workers.add(self.transfer, self._copier.works(self.slot.seq_id, False, pieces))
+        if self._n_placed < self.n_tokens or self.transfer.error is not None:
+            return
+        if self._state_wanted:
+            if self._reading is not None:
+                if not self._reading.is_over:
+                    return
+                if self._reading.error is not None:
+                    raise self._reading.error
+            assert self._state_data is not None
+            self._state_wanted = False
+            self._copying = self._cells.load_state(self.slot.seq_id, self._state_data)
+            self._workers.add(self.transfer, [StateWork(self._copying, self._state_data)])
+        self.transfer.seal()
+
+    def _pieces(self, pos: int, where: NDArray[np.int32]) -> Any:
+        end = pos + len(where)
+        for i in range(pos // N_ROWS, -(-end // N_ROWS)):
+            node = self.path[i]
+            a, b = max(pos, node.start), min(end, node.end)
+            block, prepare = node.block, None
+            if block is None:
+                block = self._fresh[i] = self._tree.fresh_block()
+
+                def prepare(node: Node = node, block: Block = block) -> None:
+                    self._load(node.stored, block.view)
+
+            yield Piece(a, where[a - pos : b - pos], block.address, a - node.start, prepare=prepare)
+
+    def _read_state(self) -> None:
+        state = self.state
+        assert state is not None
+        data = np.empty(state.stored.n_bytes, np.uint8)
+        self._load(state.stored, data)
+        self._state_data = data
+
+    def _close(self) -> None:
+        """Everything is copied or will not be: nobody uses the blocks."""
+        if self._copying is not None:
+            self._copying.close()
+            self._copying = None
+        is_good = self.failed is None and self.transfer is not None and self.transfer.limit > 0
+        for i, block in self._fresh.items():
+            if is_good and self.path[i].block is None:
+                self.path[i].block = block
+            else:
+                self._tree.give_block(block)
+        self._fresh = {}
+        state, data = self.state, self._state_data
+        if is_good and state is not None and state.data is None and data is not None:
+            self._tree.hold(state, data)
+        for node in self.path:
+            node.n_pins -= 1
+        self._tree.make_room(0)
+
+
+class _Read:
+    """A work that reads from disk and touches no sequence."""
+
+    end, n_chunks, n_bytes = 1 << 62, 1, 0
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+
+    def copy(self, chunk: int, limit: int) -> None:
+        """All of it."""
+        self._read()
+
+    def finish(self, limit: int) -> None:
+        """Nothing is left."""

@@ -1,0 +1,236 @@
+"""Saving: what a slot holds and the tree does not is copied to the host, beside the decodes of other sequences."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llamamg import N_ROWS, Cells, Checkpoint, Copier, Piece, Slot, StateWork, Transfer, Work, Workers
+from llamamg_plugins.async_cache_blocks import Block
+from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A block being filled: rows from `row` on; `grows` is the node it belongs to already."""
+
+    tokens: Tokens  # of the whole block, as it will be
+    row: int
+    block: Block
+    grows: Node | None = None
+    n_done: int = -1  # rows copied, once they are
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """One slot being saved."""
+
+    transfer: Transfer
+    parent: Node  # what the first part is built on
+    parts: list[_Part] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    tail: State | None = None  # the state as the slot has it now, once it is copied
+    copying: Any = None
+    pinned: list[Node] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list)
+    n_published: int = 0
+    is_short: bool = False  # a block was cut, so nothing can be built on it
+
+
+class Saver:
+    """`drain` and all else on the engine thread; copies end on others and leave word in a queue."""
+
+    def __init__(self, cells: Cells, kv: Any, tree: Tree, copier: Copier, workers: Workers) -> None:
+        self._cells, self._kv, self._tree, self._copier, self._workers = cells, kv, tree, copier, workers
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: list[Save] = []
+        self.saved: Callable[[list[Node]], None] = lambda path: None  # told when a slot is saved: its blocks
+        self.n_saved = 0  # slots of which something was copied
+        self.n_cut = 0  # of these, those whose next user came before the end
+        self.n_failed = 0
+        self.n_bytes = 0
+
+    def save(self, slot: Slot, tokens: Tokens) -> Save | None:
+        """Begin to copy what of `tokens`, which the slot holds, is not in the tree; None when nothing has to be copied."""
+        self.drain()
+        path, n_found = self._tree.find(tokens)
+        first = n_found
+        parent, grows = self._tree.root, None
+        if path:
+            last = path[-1]
+            if n_found == len(tokens):
+                parent = last
+            elif n_found < last.end or (len(last.tokens) < N_ROWS and (last.is_growing or last.block is None)):
+                path.pop()  # it goes on differently: a block of its own
+                first, parent = last.start, last.parent or self._tree.root
+            elif len(last.tokens) < N_ROWS:
+                grows, parent = last, last.parent or self._tree.root
+            else:
+                parent = last
+        self._tree.touch(path)
+        save = Save(Transfer(slot.seq_id, to_host=True), parent, path=path)
+        for node in path:
+            self._pin(save, node)
+        save.states = [_state(c) for c in slot.checkpoints if c.n_tokens <= len(tokens)]
+        works = self._state_work(slot, save, len(tokens)) if len(tokens) else []
+        try:
+            works += self._row_works(slot, save, tokens, first, grows)
+        except MemoryError:
+            log.warning("no memory for the cache of prompts: slot %d is saved in part", slot.id)
+        if not works:
+            self._attach(save)
+            self._unpin(save)
+            return None
+        self._running.append(save)
+        slot.copying = save.transfer
+        self.n_saved += 1
+        self._workers.add(save.transfer, works)
+        save.transfer.seal()
+        return save
+
+    def _state_work(self, slot: Slot, save: Save, n_tokens: int) -> list[Work]:
+        """The state as it is now goes first: the slot's next user changes it at once."""
+        if not self._kv.needs_checkpoints or any(state.n_tokens == n_tokens for state in save.states):
+            return []
+        copying = self._cells.save_state(slot.seq_id)
+        data = np.empty(copying.n_bytes, np.uint8)
+        pos = (self._kv.pos_min(slot.seq_id), self._kv.pos_max(slot.seq_id))
+        save.copying = copying
+
+        def done() -> None:
+            save.tail = State(n_tokens, *pos, data)
+
+        return [StateWork(copying, data, lambda: self._done.put(done))]
+
+    def _row_works(self, slot: Slot, save: Save, tokens: Tokens, first: int, grows: Node | None) -> list[Work]:
+        n = len(tokens)
+        if first >= n:
+            return []
+        start = grows.start if grows is not None else first
+        n_blocks = -(-(n - start) // N_ROWS) - (grows is not None)
+        self._tree.make_room(n_blocks * self._cells.layout.n_block_bytes)
+        cells = self._cells.find(slot.seq_id, first, n - first)
+        pieces = []
+        for at in range(start, n, N_ROWS):
+            part_tokens = tokens[at : min(at + N_ROWS, n)]
+            row = first - at if at < first else 0
+            if grows is not None and at == grows.start:
+                assert grows.block is not None
+                part = _Part(part_tokens, row, grows.block, grows)
+                grows.is_growing = True
+            else:
+                block = self._tree.take_block()
+                if block is None:
+                    break  # the beginning is worth having too
+                part = _Part(part_tokens, row, block)
+            save.parts.append(part)
+            where = cells[at + row - first : at + len(part_tokens) - first]
+            pieces.append(Piece(at + row, where, part.block.address, row, partial(self._copied, save, part)))
+        return self._copier.works(slot.seq_id, True, pieces)
+
+    def _copied(self, save: Save, part: _Part, n: int) -> None:
+        """On a thread that copies."""
+
+        def note() -> None:
+            part.n_done = n
+
+        self._done.put(note)
+
+    def drain(self) -> None:
+        """Take into the tree what has been copied."""
+        self._take()
+        for save in list(self._running):
+            is_over = save.transfer.is_over
+            if is_over:
+                self._take()  # what its last copies left word of
+            self._publish(save)
+            if is_over:
+                self._running.remove(save)
+                self._finish(save)
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self._done.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _publish(self, save: Save) -> None:
+        """Blocks become a part of the tree in their order, whichever thread was the first."""
+        while save.n_published < len(save.parts) and not save.is_short:
+            part = save.parts[save.n_published]
+            if part.n_done < 0:
+                return
+            save.n_published += 1
+            tokens = part.tokens[: part.row + part.n_done]
+            if part.grows is not None:
+                part.grows.is_growing = False
+                self._tree.grow(part.grows, tokens)
+                node = part.grows
+            else:
+                node = self._tree.add(save.parent, tokens, part.block)
+                self._pin(save, node)
+                save.path.append(node)
+            save.parent = node
+            self._tree.touch(save.path)
+            save.is_short = len(tokens) < len(part.tokens)
+
+    def _finish(self, save: Save) -> None:
+        if save.copying is not None:
+            save.copying.close()
+        self.n_cut += save.is_short or save.n_published < len(save.parts)
+        if save.transfer.error is not None:
+            self.n_failed += 1
+        self.n_bytes += save.transfer.n_bytes
+        for part in save.parts[save.n_published :]:
+            if part.grows is not None:
+                part.grows.is_growing = False
+            else:
+                self._tree.give_block(part.block)
+        if save.tail is not None:
+            save.states.append(save.tail)
+        self._attach(save)
+        self._unpin(save)
+        self.saved(save.path)
+
+    def _attach(self, save: Save) -> None:
+        """States belong to the block of the last token they have seen."""
+        for state in save.states:
+            node = next((node for node in save.path if node.start < state.n_tokens <= node.end), None)
+            if node is not None:
+                self._tree.add_state(node, state)
+
+    def stop(self) -> None:
+        """Copy nothing more."""
+        for save in self._running:
+            save.transfer.abandon()
+        self.drain()
+
+    def _pin(self, save: Save, node: Node) -> None:
+        node.n_pins += 1
+        save.pinned.append(node)
+
+    def _unpin(self, save: Save) -> None:
+        for node in save.pinned:
+            node.n_pins -= 1
+        save.pinned = []
+
+
+def _state(checkpoint: Checkpoint) -> State:
+    c = checkpoint
+    return State(c.n_tokens, c.pos_min, c.pos_max, c.data)
+
+
+def checkpoints(path: Seq[Node], n: int) -> list[Checkpoint]:
+    """The states of a path up to `n` tokens that are in memory, as a slot keeps them."""
+    states = [state for node in path for at, state in sorted(node.states.items()) if at <= n]
+    return [Checkpoint(s.n_tokens, s.pos_min, s.pos_max, -1, s.data) for s in states if s.data is not None]
