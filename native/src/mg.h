@@ -100,7 +100,7 @@ enum mg_move_result {
 MG_API int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 MG_API int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 
-// ---- rows of a sequence ----------------------------------------------------------------------------------------------
+// ---- rows of a sequence --------------------------------------------------------------------------------------------
 // What a sequence keeps in its context, for copies that run beside decodes of other sequences. A plane is the keys, the
 // values or the index keys of one layer; a cell holds one token in every plane. What grows with the tokens is copied by
 // cells, what does not (recurrent states, sliding windows) as a state of a few pieces.
