@@ -109,12 +109,12 @@ MG_API int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int3
 // copy is done. Not in an unpatched build.
 
 struct mg_plane {
-    void *   data;         // of cell 0, on the device
-    uint64_t bytes;        // of a cell; of an element of a cell where it is transposed
-    uint64_t n_cells;      // all of the stream
-    uint32_t n_columns;    // 1, or transposed: so many runs of n_cells elements
-    int32_t  device;       // as mg_device_get counts; -1: host memory, data can be read as it is
-    int32_t  type;         // enum ggml_type
+    void *   data;       // of cell 0, on the device
+    uint64_t bytes;      // of a cell; of an element of a cell where it is transposed
+    uint64_t n_cells;    // all of the stream
+    uint32_t n_columns;  // 1, or transposed: so many runs of n_cells elements
+    int32_t  device;     // as mg_device_get counts; -1: host memory, data can be read as it is
+    int32_t  type;       // enum ggml_type
 };
 
 // How many planes sequence seq has; the first n_max are written. They stay where they are as long as the context lives.
@@ -122,19 +122,22 @@ struct mg_plane {
 MG_API int32_t mg_cells_planes(void * ctx, int32_t seq, struct mg_plane * out, int32_t n_max);
 // The cells of positions pos to pos + n - 1. 0, or -1 when the sequence does not have them all.
 MG_API int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t * out_cells);
-// Give the sequence, which ends at pos - 1, cells for n more tokens; what they hold is to be copied in. 0, or -1: no room.
+// Give the sequence, which ends at pos - 1, cells for n more tokens; what they hold is to be copied in. 0, or -1: no
+// room.
 MG_API int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens,
                               int32_t * out_cells);
 // Any thread. Copy n neighbouring cells from `cell` on to the host, or from there. A block on the host has room for
-// n_rows cells; its planes follow each other, each n_rows * bytes * n_columns long, and as on the device inside. `block`
-// is the address of plane 0 of the block, `row` the cell's place in it. Only planes [plane, plane + n_planes) are copied.
+// n_rows cells; its planes follow each other, each n_rows * bytes * n_columns long, and as on the device inside.
+// `block` is the address of plane 0 of the block, `row` the cell's place in it. Only planes [plane, plane + n_planes)
+// are copied.
 MG_API int32_t mg_cells_copy(void * ctx, int32_t seq, int32_t to_host, int32_t plane, int32_t n_planes, int32_t cell,
                              int32_t n, void * block, int32_t n_rows, int32_t row);
 
-// What llama_state_seq_get_data_ext(flags 1) would write of a sequence, piece by piece: n_bytes in all. NULL on an error.
+// What llama_state_seq_get_data_ext(flags 1) would write of a sequence, piece by piece: n_bytes in all. NULL on an
+// error.
 MG_API void * mg_state_save(void * ctx, int32_t seq, uint64_t * n_bytes);
-// Put such a state into a sequence whose cells are there. The data follows by mg_state_copy. NULL: refused, and then the
-// sequence must be removed.
+// Put such a state into a sequence whose cells are there. The data follows by mg_state_copy. NULL: refused, and then
+// the sequence must be removed.
 MG_API void * mg_state_load(void * ctx, int32_t seq, const void * state, uint64_t n_bytes);
 // Any thread. Copy the bytes [begin, end) of the state from the device to `state`, or for mg_state_load from there.
 MG_API int32_t mg_state_copy(void * handle, void * state, uint64_t begin, uint64_t end);
