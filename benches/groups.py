@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError("give one model")
     model = model_path(models[0] if models else "demo")
     n_slots = max(sessions)
-    n_ctx = n_slots * (-(-(args.depth + args.tokens + 8 * n_slots + 8) // 256) * 256)
+    # While the others' prompts are computed, at eight tokens a step or more, the first one decodes.
+    n_early = n_slots * (args.depth // 8 + 8)
+    n_ctx = n_slots * (-(-(args.depth + args.tokens + n_early + 8) // 256) * 256)
     flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
     config_of(flags)  # what is wrong with them is said before anything is started
     # Groups at the servers' most threads are no use: they compute at the same time.

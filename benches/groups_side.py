@@ -1,6 +1,6 @@
 """One number of groups in a process of its own, for groups.py: JSON orders on stdin, answers on stdout.
 
-Sessions decode side by side; the rate counts from when all of them decode until the first one ends.
+Sessions decode side by side; the rate counts from when all of them decode until each has generated its tokens.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,42 +38,50 @@ class Sessions:
             if isinstance(event, Delta):
                 self._stamps[id_].append((now, event.n_decoded))
             elif isinstance(event, Finished):
-                self._stamps[id_].append((now, event.n_decoded))
                 self._ended.add(id_)
             elif isinstance(event, Failed):
                 raise BenchError(f"the engine refused a request: {event.message}")
 
     def run(self, n_sessions: int, n_tokens: int) -> dict[str, Any]:
-        """Generate `n_tokens` in each of `n_sessions`; tokens per second of all together."""
+        """Generate `n_tokens` in each of `n_sessions` while all of them decode; tokens per second of all together."""
+        engine = self._engine
         rng = np.random.default_rng(n_sessions)
-        n_vocab = self._engine.vocab.n_vocab
+        n_vocab = engine.vocab.n_vocab
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        room = engine.n_ctx_slot - self._depth - 2  # the first one decodes while the others' prompts are computed
         requests = [
-            # The token that all sessions have is there when the last one begins.
             Request(
                 rng.integers(n_vocab // 8, n_vocab // 2, self._depth, dtype=np.int32),
                 sampling,
-                n_tokens + 8 * n_sessions,
+                room,
                 id_slot=-1,
                 stream=True,
                 cache_prompt=False,
             )
             for _ in range(n_sessions)
         ]
+        stamps = [self._stamps.setdefault(request.id, []) for request in requests]
         for request in requests:
-            self._stamps[request.id] = []
-            self._engine.submit(request)
-        while not self._ended.issuperset(r.id for r in requests):
-            if not self._engine.step():
-                raise BenchError("nothing is left to do and not all sessions have ended")
-        while self._engine.step():
+            engine.submit(request)
+        self._until(lambda: all(stamps))
+        begin, had = time.perf_counter(), [s[-1][1] for s in stamps]
+        self._until(lambda: all(s[-1][1] >= n + n_tokens for s, n in zip(stamps, had, strict=True)))
+        end = time.perf_counter()
+        counts = [s[-1][1] - n for s, n in zip(stamps, had, strict=True)]
+        for request in requests:
+            engine.cancel(request.id)
+        while engine.step():
             pass
-        stamps = [self._stamps.pop(r.id) for r in requests]
-        begin, end = max(s[0][0] for s in stamps), min(s[-1][0] for s in stamps)
-        counts = [max(n for t, n in s if t <= end) - max(n for t, n in s if t <= begin) for s in stamps]
-        if end <= begin or min(counts) < 2:
-            raise BenchError("the sessions did not decode side by side: use more --tokens")
+        for request in requests:
+            del self._stamps[request.id]
         return {"tps": sum(counts) / (end - begin), "counts": counts, "seconds": end - begin}
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._ended:
+                raise BenchError("a session ran out of room before all of them decoded: use a larger -c")
+            if not self._engine.step():
+                raise BenchError("nothing is left to do and not all sessions have their tokens")
 
 
 def main() -> int:
