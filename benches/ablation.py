@@ -48,6 +48,7 @@ from .tables import word
 NAME = "ablation"
 HELP = "every plugin once: what each one gains, under each load, on each model"
 SERVE_FLAGS = True
+CHOICES = {"spec": ["--spec-type", "suffix"]}  # what a plugin waits for its user to choose
 DEFAULT_MODELS = ("demo", "micro")
 DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
 
@@ -103,6 +104,11 @@ def run(args: argparse.Namespace) -> int:
 
             for model, flags in zip(models, starts, strict=True):
                 measure(model.name, flags, wanted)
+            for name in [] if names else [name for name in applied_nowhere(rows) if name in CHOICES]:
+                bar.total += len(loads)
+                flags = serve_flags(models[0], loads, sizes, [*given, *CHOICES[name]])
+                measure(models[0].name, flags, [name])
+                starts.append(flags)
             lacking = [] if names or "--rpc" in given else applied_nowhere(rows)
             if lacking and rpc_servers.program() is not None:
                 # What needs several devices gets two, last: a device stays registered as long as the process.

@@ -91,8 +91,8 @@ class Sizes:
     n_prompt: int = 1024
 
     def n_predict(self, load: Load) -> int:
-        """Tokens a session may generate: more than a block takes, so that nobody ends by itself."""
-        return max(256, self.n_prompt // 8) if load.has_prompt else 2 * self.n_tokens + 64
+        """Tokens a session may generate: more than a block takes, also where prompts advance by a few tokens a step."""
+        return max(256, 2 * self.n_prompt) if load.has_prompt else 2 * self.n_tokens + 64
 
     def needed(self, load: Load) -> int:
         """Context of one slot, in tokens."""
