@@ -84,7 +84,7 @@ def test_a_new_sequence_begins_with_short_drafts() -> None:
     for _ in range(10):
         new.learn(LONG, 7, 7)
     assert widths([Offer(new, 40, LONG)], known) == [3]  # it looks good, and has not gained anything yet
-    new.book(1.0)
+    new.book(2.0)
     assert widths([Offer(new, 40, LONG)], known)[0] > 3
 
 
