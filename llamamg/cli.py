@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("llamamg.doctor", "say which native build, switches and devices are found"),
     "build": ("llamamg.native.build", "build the native libraries"),
     "bench": ("llamamg.bench_cli", "measure what plugins gain, and check that answers stay the same"),
+    "cache": ("llamamg.cache_cli", "list, delete and check saved sequences"),
     "synth": ("llamamg.synth", "write a model with random weights, for tests and benchmarks"),
     "patches": ("llamamg.native.patches", "apply, check, refresh or export the patch series"),
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +19,7 @@ from llamamg import (
     FinishReason,
     Guard,
     Options,
+    PluginError,
     PrefixHit,
     Request,
     Sequence,
@@ -28,7 +31,9 @@ from llamamg import (
     pick_copier,
     plugin,
 )
+from llamamg.statefile import model_identity
 from llamamg_plugins.async_cache_blocks import BlockPool, pinned_by
+from llamamg_plugins.async_cache_disk import BadFile, Disk
 from llamamg_plugins.async_cache_hit import Hit
 from llamamg_plugins.async_cache_save import Saver
 from llamamg_plugins.async_cache_tree import Tree
@@ -56,13 +61,17 @@ class AsyncCache:
         idle_slots: bool = True,
         stage_mb: int = 2048,
         threads: int = 0,
+        disk: str = "",
+        disk_gb: float = 16.0,
     ) -> None:
+        self.disk, self.disk_gb = disk, disk_gb
         self.ram, self.idle_slots, self.stage_mb, self.threads = ram, idle_slots, stage_mb, threads
         self.effect = 0
         self.n_hits = self.n_misses = self.n_failed = 0
         self._way = ""  # how copies are made, for `note`
         self._tree: Tree | None = None  # None: nothing can be copied here
         self._waits = False
+        self._disk: Disk | None = None
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -101,11 +110,34 @@ class AsyncCache:
             env=("LLAMA_STATE_XFER_THREADS",),
         )
 
+        options.add(
+            "disk",
+            default="",
+            help="folder to keep prompts in across restarts; made if it is not there",
+            aliases=("--cache-disk",),
+        )
+        options.add(
+            "disk-gb",
+            type=float,
+            default=16.0,
+            minimum=0,
+            help="GB that folder may take; the prompts unused for longest go",
+            aliases=("--cache-disk-gb",),
+        )
+
     @hookimpl
     def configure(self, config: Config) -> None:
         """Nothing to do without memory to keep things in, or without prompts to reuse."""
         if self.ram == 0:
-            raise Unavailable("there is nowhere to keep prompts: --cache-ram is 0")
+            more = ", and what goes to disk passes through it" if self.disk else ""
+            raise Unavailable(f"there is nowhere to keep prompts: --cache-ram is 0{more}")
+        if self.disk:
+            try:
+                Path(self.disk).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.disk):
+                    pass
+            except OSError as error:
+                raise PluginError(f"--cache-disk {self.disk} cannot be used: {error.strerror or error}") from error
         if not config.generation.cache_prompt:
             raise Unavailable("prompts are not reused (--no-cache-prompt)")
         # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
@@ -137,13 +169,31 @@ class AsyncCache:
         pause = {} if on_host else {"pause_save": 0.0, "pause_load": 0.0}
         self._workers = Workers(n_threads, **pause)
         self._saver = Saver(cells, self._kv, self._tree, copier, self._workers)
+        if self.disk:
+            self._open_disk()
+
+    def _open_disk(self) -> None:
+        assert self._tree is not None
+        disk = Disk(
+            Path(self.disk),
+            int(self.disk_gb * 1e9),
+            self._tree,
+            identity=model_identity(self._engine.config),
+            planes=self._cells.layout.planes,
+            model=self._engine.model.name,
+        )
+        disk.start()
+        self._disk, self._saver.saved = disk, disk.write
 
     @hookimpl
     def engine_stop(self) -> None:
         """Copy nothing more."""
         if self._tree is not None:
+            self._saver.saved = lambda path: None
             self._saver.stop()
             self._workers.stop()
+        if self._disk is not None:
+            self._disk.stop()
 
     @hookimpl
     def register_metrics(self, metrics: Any) -> None:
@@ -221,20 +271,30 @@ class AsyncCache:
         return hit
 
     def _load(self, stored: Any, memory: Any) -> None:
-        raise RuntimeError("nothing is on disk")
+        assert self._disk is not None
+        self._disk.load(stored, memory)
 
     def _ended(self, hit: Hit) -> None:
         if hit.n_tokens:
             self.n_hits += 1
             self.effect += hit.n_tokens - hit.n_kept
-        else:
-            self.n_failed += hit.failed is not None
+            if self._disk is not None:
+                self._disk.touch(hit.path)
+            return
+        self.n_failed += hit.failed is not None
+        if hit.failed is not None:
+            log.warning("stored state could not be restored, the prompt is computed: %s", hit.failed)
+        if isinstance(hit.failed, BadFile) and self._disk is not None:
+            self._disk.n_bad += 1
+            self._disk.forget(hit.failed.entry)
 
     @hookimpl
     def idle(self, state: StepState) -> None:
         """What was copied becomes a part of the tree."""
         if self._tree is not None:
             self._saver.drain()
+        if self._disk is not None:
+            self._disk.drain()
 
     def counters(self) -> Iterator[tuple[str, str, float, bool]]:
         """Name, help, value, and whether it only grows."""
@@ -252,6 +312,13 @@ class AsyncCache:
         yield "evicted_blocks", "Blocks that went to make room", tree.n_evicted, True
         yield "bytes", "Main memory in use", tree.n_bytes, False
         yield "bytes_max", "Main memory allowed", tree.n_bytes_max, False
+        disk = self._disk
+        if disk is not None:
+            yield "disk_written_bytes", "Bytes written to the folder", disk.n_written, True
+            yield "disk_read_bytes", "Bytes read from the folder", disk.n_read, True
+            yield "disk_evicted_files", "Files deleted to make room", disk.n_evicted, True
+            yield "disk_bad_files", "Files deleted because they were damaged", disk.n_bad, True
+            yield "disk_bytes", "Bytes of the folder in use", disk.n_bytes, False
 
 
 class _Counters(Collector):

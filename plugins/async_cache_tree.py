@@ -186,6 +186,8 @@ class Tree:
         if len(tokens) == N_ROWS:
             twin = parent.full.get(digest(node.tokens))
             if twin is not None:  # saved twice at the same time, or in another file too
+                if twin.stored is None:
+                    twin.stored = stored
                 if twin.block is None:
                     twin.block = block
                 elif block is not None:

@@ -133,6 +133,15 @@ OPTIONS = (
         group=GROUP,
     ),
     Option(
+        names=("--slot-save-path",),
+        target="server.slot_save_path",
+        parse=directory,
+        metavar="DIR",
+        default="none",
+        help="folder for POST /slots/ID?action=save|restore; without it that endpoint answers 501",
+        group=GROUP,
+    ),
+    Option(
         names=("--slots",),
         negatives=("--no-slots",),
         env="LLAMA_ARG_ENDPOINT_SLOTS",

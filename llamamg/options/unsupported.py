@@ -230,7 +230,6 @@ OPTIONS = (
         env="LLAMA_ARG_THINK_BUDGET_MESSAGE",
     ),
     _toggle("--skip-chat-parsing", "--no-skip-chat-parsing", _LATER, False, "LLAMA_ARG_SKIP_CHAT_PARSING"),
-    _no("--slot-save-path", "saving slots to files is not supported yet; leave it out"),
     _no(
         "--reuse-port",
         "sharing a port between servers is not supported; put a proxy in front",

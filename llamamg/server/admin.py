@@ -123,12 +123,6 @@ class Admin:
         speculative = self._service.config.context.n_draft_max > 0
         await call.answer(orjson.dumps([_slot(view, speculative) for view in views]))
 
-    async def slot_action(self, call: Call) -> None:
-        """POST /slots/ID?action=…: not there yet, whatever the command line says."""
-        if self._service.config.server.slot_save_path is None:
-            raise not_supported("This server does not support slots action. Start it with `--slot-save-path`")
-        raise not_supported("Saving, restoring and erasing slots is not supported yet")
-
     async def metrics(self, call: Call) -> None:
         """GET /metrics."""
         engine = self._service.ready()

@@ -24,6 +24,7 @@ from llamamg.server.generate import post
 from llamamg.server.http import Call, ClientGone, Headers, Receive, Scope
 from llamamg.server.prepare import Kind
 from llamamg.server.service import Service
+from llamamg.server.slots import SlotActions
 
 Handler = Callable[[Call], Awaitable[None]]
 PUBLIC = ("/health", "/v1/health")
@@ -92,7 +93,7 @@ class App:
             "/v1/models": {"GET": admin.models},
             "/props": {"GET": admin.props, "POST": admin.change_props},
             "/slots": {"GET": admin.slots},
-            "/slots/{id_slot}": {"POST": admin.slot_action},
+            "/slots/{id_slot}": {"POST": SlotActions(service)},
             "/metrics": {"GET": admin.metrics},
             "/plugins": {"GET": admin.plugins},
             "/plugins/{name}": {"PATCH": admin.switch_plugin},

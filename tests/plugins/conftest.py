@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from llamamg.plugins import testing
+
+sys.path.insert(0, str(Path(__file__).parent))  # modules beside the tests
 
 
 @pytest.fixture

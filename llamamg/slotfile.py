@@ -1,0 +1,231 @@
+"""Saving a slot to a file and loading it again. The copying and the file are a thread's work; other slots go on decoding."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from llamamg.blocks import N_ROWS, Bytes, Cells, StateCopy
+from llamamg.slot import Checkpoint, Slot
+from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, model_identity
+from llamamg.statefile.write import write_state_file
+from llamamg.transfer import Piece, StateWork, Transfer, Work, Workers, pick_copier
+
+if TYPE_CHECKING:
+    from llamamg.request import Tokens
+
+N_PLACE = 8 * N_ROWS  # cells given out between two steps
+
+
+class SlotBusy(Exception):
+    """A sequence runs in it: try again later."""
+
+
+class NotCopied(RuntimeError):
+    """This model's memory cannot be copied; the sentence says why."""
+
+
+class _Engine(Protocol):
+    """What is used of the engine."""
+
+    def call(self, function: Any) -> Future[Any]: ...
+
+
+@dataclass(slots=True)
+class _Content:
+    """A slot in host memory."""
+
+    tokens: Tokens
+    blocks: list[Bytes]
+    states: list[Checkpoint]
+
+
+def save_slot(engine: _Engine, id_slot: int, path: Path) -> tuple[int, int]:
+    """Save an idle slot; tokens and bytes written. Raises SlotBusy, NotCopied, OSError, RuntimeError."""
+    job = _Job(engine, id_slot)
+    content = job.read()
+    header = job.header(content)
+    n_bytes = write_state_file(path, header, content.tokens, [*content.blocks, *[c.data for c in content.states]])
+    return len(content.tokens), n_bytes
+
+
+def restore_slot(engine: _Engine, id_slot: int, path: Path) -> tuple[int, int]:
+    """Load a file into an idle slot; tokens and bytes read. All of the file is checked before the slot changes.
+
+    Raises SlotBusy, NotCopied, StateFileError, OSError, RuntimeError (the slot is empty then).
+    """
+    job = _Job(engine, id_slot)
+    with StateFile(path) as file:
+        header = file.header
+        check_identity(header, job.identity, job.cells.layout.planes, N_ROWS)
+        if header.start != 0:
+            raise StateFileError("it is a part of a session in the cache's folder, not a saved slot")
+        if header.n_tokens > job.n_ctx:
+            raise StateFileError(f"it has {header.n_tokens} tokens, and a slot has room for {job.n_ctx}")
+        blocks = [np.empty(header.n_block_bytes, np.uint8) for _ in range(header.n_blocks)]
+        for i, block in enumerate(blocks):
+            file.read_block(i, block)
+        states = []
+        for i, info in enumerate(header.states):
+            data = np.empty(info.n_bytes, np.uint8)
+            file.read_state(i, data)
+            states.append(Checkpoint(info.n_tokens, info.pos_min, info.pos_max, -1, data))
+        tokens, n_bytes = file.tokens(), file.n_bytes
+    job.write(_Content(tokens, blocks, states))
+    return len(tokens), n_bytes
+
+
+def erase_slot(engine: _Engine, id_slot: int) -> int:
+    """Forget what an idle slot holds; how many tokens. Raises SlotBusy."""
+
+    def erase(engine: Any) -> int:
+        slot = _idle(engine, id_slot)
+        n = len(slot.tokens)
+        engine.scheduler.clear(slot)
+        return n
+
+    return int(engine.call(erase).result())
+
+
+def _idle(engine: Any, id_slot: int) -> Slot:
+    slot: Slot = engine.slots[id_slot]
+    if slot.busy or not engine.runner.is_free(slot.context):
+        raise SlotBusy
+    return slot
+
+
+class _Job:
+    """One slot, reserved while it is copied: requests that want it wait."""
+
+    def __init__(self, engine: _Engine, id_slot: int) -> None:
+        self._engine, self._id = engine, id_slot
+        self.cells, self.identity, self.model, self.n_ctx = engine.call(_facts).result()
+        self._copier = pick_copier(self.cells)[0]
+        self._copying: StateCopy | None = None
+
+    def header(self, content: _Content) -> Header:
+        """The header of a file with this content."""
+        return Header(
+            self.identity,
+            self.cells.layout.planes,
+            N_ROWS,
+            0,
+            len(content.tokens),
+            tuple(StateInfo(c.n_tokens, c.pos_min, c.pos_max, len(c.data)) for c in content.states),
+            self.model,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def read(self) -> _Content:
+        """Copy the slot to host memory."""
+        workers = Workers(1)
+        try:
+            content, transfer, copying = self._engine.call(lambda engine: self._begin_read(engine, workers)).result()
+            transfer.wait()
+        finally:
+            workers.stop()
+        self._engine.call(lambda engine: self._end(engine, copying)).result()
+        if transfer.error is not None:
+            raise RuntimeError(f"the slot could not be copied: {transfer.error}")
+        return content  # type: ignore[no-any-return]
+
+    def _begin_read(self, engine: Any, workers: Workers) -> tuple[_Content, Transfer, StateCopy | None]:
+        slot = _idle(engine, self._id)
+        tokens = slot.tokens.view().copy()
+        n = len(tokens)
+        blocks = [np.zeros(self.cells.layout.n_block_bytes, np.uint8) for _ in range(-(-n // N_ROWS))]
+        states, copying = list(slot.checkpoints), None
+        works: list[Work] = []
+        where = self.cells.find(slot.seq_id, 0, n) if n else np.empty(0, np.int32)
+        if n and engine.kv.needs_checkpoints and all(c.n_tokens != n for c in states):
+            copying = self.cells.save_state(slot.seq_id)
+            data = np.empty(copying.n_bytes, np.uint8)
+            states.append(Checkpoint(n, engine.kv.pos_min(slot.seq_id), engine.kv.pos_max(slot.seq_id), -1, data))
+            works.append(StateWork(copying, data))
+        pieces = [
+            Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], block.ctypes.data, 0)
+            for i, block in enumerate(blocks)
+        ]
+        transfer = Transfer(slot.seq_id, to_host=True)
+        works += self._copier.works(slot.seq_id, True, pieces)
+        slot.restoring = True
+        workers.add(transfer, works)
+        transfer.seal()
+        return _Content(tokens, blocks, states), transfer, copying
+
+    def _end(self, engine: Any, copying: StateCopy | None) -> None:
+        if copying is not None:
+            copying.close()
+        engine.slots[self._id].restoring = False
+
+    def write(self, content: _Content) -> None:
+        """Put the content into the slot."""
+        workers = Workers(1)
+        try:
+            transfer = self._engine.call(lambda engine: self._begin_write(engine)).result()
+            error: Exception | None = None
+            try:
+                for pos in range(0, len(content.tokens), N_PLACE):
+                    end = min(pos + N_PLACE, len(content.tokens))
+                    self._engine.call(
+                        lambda engine, pos=pos, end=end: self._place(workers, transfer, content, pos, end)
+                    ).result()
+                self._engine.call(lambda engine: self._load(engine, workers, transfer, content)).result()
+            except Exception as failed:
+                error = failed
+            transfer.seal()
+            transfer.wait()
+        finally:
+            workers.stop()
+        error = error or transfer.error
+        self._engine.call(lambda engine: self._finish(engine, content, error)).result()
+        if error is not None:
+            raise RuntimeError(f"the slot could not be filled: {error}")
+
+    def _begin_write(self, engine: Any) -> Transfer:
+        slot = _idle(engine, self._id)
+        engine.scheduler.clear(slot)
+        slot.restoring = True
+        return Transfer(slot.seq_id, to_host=False)
+
+    def _place(self, workers: Workers, transfer: Transfer, content: _Content, pos: int, end: int) -> None:
+        where = self.cells.place(transfer.seq_id, pos, content.tokens[pos:end])
+        pieces = [
+            Piece(at, where[at - pos : min(at + N_ROWS, end) - pos], content.blocks[at // N_ROWS].ctypes.data, 0)
+            for at in range(pos, end, N_ROWS)
+        ]
+        workers.add(transfer, self._copier.works(transfer.seq_id, False, pieces))
+
+    def _load(self, engine: Any, workers: Workers, transfer: Transfer, content: _Content) -> None:
+        n = len(content.tokens)
+        if not n or not engine.kv.needs_checkpoints:
+            return
+        last = next((c for c in content.states if c.n_tokens == n), None)
+        if last is None:
+            raise StateFileError("it lacks the state behind its last token")
+        self._copying = self.cells.load_state(transfer.seq_id, last.data)
+        workers.add(transfer, [StateWork(self._copying, last.data)])
+
+    def _finish(self, engine: Any, content: _Content, error: Exception | None) -> None:
+        slot: Slot = engine.slots[self._id]
+        self._end(engine, self._copying)
+        if error is not None:
+            engine.scheduler.clear(slot)
+            return
+        slot.tokens.keep(0)
+        slot.tokens.extend(content.tokens)
+        slot.checkpoints = [c for c in content.states if engine.kv.needs_checkpoints]
+        slot.t_last_used = time.perf_counter()
+
+
+def _facts(engine: Any) -> tuple[Cells, str, str, int]:
+    cells: Cells | None = engine.cells
+    if cells is None or cells.reason:
+        raise NotCopied(cells.reason if cells is not None else "this native build is too old: run `llamamg build`")
+    return cells, model_identity(engine.config), engine.model.name, engine.n_ctx_slot

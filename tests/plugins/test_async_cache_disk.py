@@ -1,0 +1,242 @@
+"""The disk tier: conversations come back after a restart; whatever is wrong with a file costs a prompt, not an answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_server import Server, alone, talk
+
+from llamamg import PluginError
+from llamamg.cli import main
+from llamamg.config import Config, ModelConfig, PluginsConfig
+from llamamg.plugins.testing import on
+from llamamg.statefile import StateFile
+from llamamg.testing import ask
+from llamamg_plugins.async_cache import AsyncCache
+
+Make = Callable[..., Server]
+
+
+class DiskServer(Server):
+    def settle(self) -> None:
+        super().settle()
+        disk = self.cache._disk
+        assert disk is not None
+        until = time.monotonic() + 20
+        while disk.n_pending:
+            disk.drain()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`start(model=b"…", hybrid=False, **options)`: a server that keeps prompts in tmp_path/disk."""
+    made: list[Server] = []
+
+    def make(*, model: bytes = b"weights", hybrid: bool = False, **options: str) -> Server:
+        path = tmp_path / "m.gguf"
+        path.write_bytes(model * 100)
+        for server in made:
+            server.stop()
+        made.clear()
+        identity = __import__("llamamg_plugins.async_cache", fromlist=["x"])
+        config = Config(ModelConfig(path), plugins=PluginsConfig(none=True))
+        monkeypatch.setattr(identity, "model_identity", lambda _: real(config))
+        made.append(DiskServer(1, hybrid=hybrid, disk=str(tmp_path / "disk"), **options))
+        return made[-1]
+
+    from llamamg.statefile import model_identity as real
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_conversations_survive_a_restart(start: Make, tmp_path: Path, hybrid: bool) -> None:
+    talks = [talk(300, 0) + talk(500 + 90 * i, i) for i in range(1, 4)]
+    server = start(hybrid=hybrid)
+    for t in talks:
+        server.run(ask(t, n_predict=4))
+    assert len(files(tmp_path)) == 3
+    server = start(hybrid=hybrid)
+    for t in talks:
+        again = ask(t + talk(20, 9), n_predict=6)
+        assert server.run(again) == [alone(t + talk(20, 9), 6, hybrid=hybrid)]
+        assert server.n_cached(again) >= len(t) - 4
+    assert server.cache._disk is not None
+    assert server.cache._disk.n_read > 0
+
+
+def test_a_conversation_that_grows_writes_what_is_new(start: Make, tmp_path: Path) -> None:
+    server = start()
+    t = talk(1000, 1)
+    t += list(server.run(ask(t, n_predict=4))[0].encode())
+    t += talk(300, 2)
+    server.run(ask(t, n_predict=4))
+    sizes = []
+    for path in files(tmp_path):
+        with StateFile(path) as file:
+            sizes.append((file.header.start, file.header.n_tokens))
+    assert sorted(sizes) == [(0, 1003), (768, 1307)]
+    server = start()
+    again = ask(t, n_predict=4)
+    assert server.run(again) == [alone(t, 4)]
+    assert server.n_cached(again) == len(t) - 1
+
+
+def test_memory_may_be_small(start: Make) -> None:
+    """What is only on disk passes through memory that is given back."""
+    server = start()
+    talks = [talk(700, i) for i in range(1, 6)]
+    assert server.cache._tree is not None
+    server.cache._tree.n_bytes_max = 4 * 256 * 4
+    for t in talks:
+        server.run(ask(t, n_predict=2))
+    for t in talks:
+        again = ask(t, n_predict=4)
+        assert server.run(again) == [alone(t, 4)]
+        assert server.n_cached(again) == 699
+        assert server.cache._tree.n_bytes <= server.cache._tree.n_bytes_max
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at if at >= 0 else len(data) // 2] ^= 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+def test_a_damaged_file_costs_a_prompt_and_goes(start: Make, tmp_path: Path, when: str) -> None:
+    server = start()
+    t = talk(800, 1)
+    server.run(ask(t, n_predict=4))
+    (path,) = files(tmp_path)
+    if when == "before the start":
+        flip(path)  # in a block: found when it is read
+        server = start()
+    else:
+        server = start()
+        flip(path)
+    request = ask(t, n_predict=6)
+    assert server.run(request) == [alone(t, 6)]
+    assert server.n_cached(request) == 0
+    assert server.cache.n_failed == 1
+    assert server.cache._disk is not None
+    assert server.cache._disk.n_bad == 1
+    request = ask(t, n_predict=6)
+    assert server.run(request) == [alone(t, 6)]
+    server = start()
+    request = ask(t, n_predict=6)
+    assert server.run(request) == [alone(t, 6)]
+    assert server.n_cached(request) == 799, "what was computed again was not written again"
+
+
+@pytest.mark.parametrize("n", [0, 10, 1000])
+def test_a_file_that_was_cut_off_is_deleted_at_the_start(start: Make, tmp_path: Path, n: int) -> None:
+    server = start()
+    server.run(ask(talk(800, 1), n_predict=4))
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:n])
+    server = start()
+    assert files(tmp_path) == []
+    assert server.run(ask(talk(800, 1), n_predict=4)) == [alone(talk(800, 1), 4)]
+
+
+def test_another_model_does_not_read_it_and_does_not_delete_it(start: Make, tmp_path: Path) -> None:
+    server = start()
+    server.run(ask(talk(800, 1), n_predict=4))
+    server = start(model=b"others!")
+    request = ask(talk(800, 1), n_predict=4)
+    server.run(request)
+    assert server.n_cached(request) == 0
+    assert len(files(tmp_path)) == 2
+    server = start()
+    request = ask(talk(800, 1), n_predict=4)
+    server.run(request)
+    assert server.n_cached(request) == 799
+
+
+def test_the_oldest_files_go(start: Make, tmp_path: Path) -> None:
+    server = start(**{"disk-gb": "2e-5"})  # four files of five blocks
+    for i in range(1, 9):
+        server.run(ask(talk(1100, i), n_predict=2))
+        os.utime(files(tmp_path)[0])
+    assert server.cache._disk is not None
+    assert server.cache._disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 20000
+    assert server.cache._disk.n_evicted >= 4
+    server = start(**{"disk-gb": "2e-5"})
+    request = ask(talk(1100, 8), n_predict=4)
+    assert server.run(request) == [alone(talk(1100, 8), 4)]
+    assert server.n_cached(request) == 1099
+
+
+def test_what_is_built_on_a_file_goes_with_it(start: Make, tmp_path: Path) -> None:
+    server = start()
+    t = talk(1000, 1)
+    server.run(ask(t, n_predict=2))
+    server.run(ask(t + talk(400, 2), n_predict=2))
+    first = next(path for path in files(tmp_path) if StateFile(path).header.start == 0)
+    first.unlink()
+    server = start()
+    assert files(tmp_path) == []
+    request = ask(t, n_predict=4)
+    assert server.run(request) == [alone(t, 4)]
+
+
+def test_a_full_disk_is_a_warning(
+    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("llamamg.statefile.write.os.fsync", full)
+    t = talk(800, 1)
+    server.run(ask(t, n_predict=2))
+    assert "No space left" in caplog.text
+    assert files(tmp_path) == []
+    server.run(ask(talk(500, 2), n_predict=2))
+    request = ask(t, n_predict=4)
+    assert server.run(request) == [alone(t, 4)]
+    assert server.n_cached(request) == 799  # from memory
+
+
+def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PluginError, match="cache-disk .* cannot be used"):
+        on(AsyncCache, options={"async-cache": {"disk": str(tmp_path / "file" / "x")}})
+
+
+def test_cache_command(start: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = start()
+    for i in (1, 2):
+        server.run(ask(talk(800, i), n_predict=2))
+    folder = str(tmp_path / "disk")
+    first, second = files(tmp_path)
+    assert main(["cache", "ls", folder]) == 0
+    assert "801 tokens from       0, 0 states, fake" in capsys.readouterr().out
+    assert main(["cache", "verify", folder]) == 0
+    assert "2 of 2 files are good" in capsys.readouterr().out
+    flip(first)
+    assert main(["cache", "verify", folder]) == 1
+    assert f"{first.name}: a checksum is wrong" in capsys.readouterr().out
+    assert main(["cache", "rm", folder]) == 1
+    assert main(["cache", "rm", folder, "../m.gguf"]) == 1
+    assert main(["cache", "rm", folder, "none"]) == 1
+    (tmp_path / "disk" / "notes.txt").write_text("mine")
+    assert main(["cache", "rm", folder, "--damaged"]) == 0
+    assert files(tmp_path) == [second, tmp_path / "disk" / "notes.txt"]
+    assert main(["cache", "rm", folder, second.name]) == 0
+    assert main(["cache", "ls", str(tmp_path / "nowhere")]) == 1
