@@ -18,6 +18,7 @@ from llamamg.hooks import Hook
 from llamamg.kvcache import KVCache
 from llamamg.layout import Layout
 from llamamg.moves import Moves, Runs
+from llamamg.placing import Placing, by_seq_id
 from llamamg.request import Event, Failed, FinishReason, Request, Started
 from llamamg.runner import Done
 from llamamg.sequence import Sequence, SequenceState
@@ -74,11 +75,10 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._runner, self._layout = runner, layout
         self.moves = Moves(
-            slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note_change
+            slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note
         )
         self.moves.changing = arranger.changing = self.changing
-        self._changed: set[int] = set()  # contexts whose set of busy slots is another one
-        self._unbalanced = False
+        self._placing = Placing(slots, calls, arranger, self.moves, layout, self._show, self._undrafted)
         self._leaving: list[Sequence] = []  # ended while a batch of theirs was in flight
         self.watcher: Watcher | None = None
 
@@ -120,7 +120,7 @@ class Scheduler:
         slot.last = self._completion.view(slot)
         slot.sequence = None
         slot.t_last_used = time.perf_counter()
-        self._note_change(slot)
+        self._placing.note(slot)
         self.moves.leave(slot)
 
     def clear(self, slot: Slot) -> None:
@@ -178,8 +178,8 @@ class Scheduler:
     def plan(self, free: Seq[int] = (0,)) -> Plan:
         """Admit what fits and choose this step's rows: one batch for each of the contexts that are free."""
         state = self._refresh()
-        if self._changed:
-            self._arrange(state, free)
+        if self._placing.due:
+            self._placing.ask(state, free)
         if self.n_waiting:
             self._admit(state, free)
             state = self._refresh()
@@ -247,64 +247,12 @@ class Scheduler:
 
     # -- inside a step
 
-    def _note_change(self, slot: Slot) -> None:
-        self._changed.add(slot.group)
-        self._unbalanced = True
-
-    def _arrange(self, state: StepState, free: Seq[int]) -> None:
-        """Let plugins move sequences, between contexts and within each."""
-        hooks = self._calls.hooks
-        if any(slot.restoring for slot in self.slots):
-            return  # cells being copied must stay where they are; asked again afterwards
-        if self._unbalanced and hooks.balance_groups and self._layout.n_contexts > 1:
-            self._balance(state)
-        self._unbalanced = False
-        if not hooks.arrange_slots:
-            self._changed.clear()
-            return
-        for context in self._changed.intersection(free):
-            if self._layout.n_contexts > 1 and self.moves.involved(context):
-                continue  # asked again when they are through
-            if any(s.goes_back for s in self._running.values() if s.slot.context == context):
-                self._undrafted.add(context)  # so that in the next step nobody does
-                continue
-            if self._layout.n_contexts > 1:
-                self._show(state, (context,))
-                state.slots = [slot for slot in self.slots if slot.context == context]
-            self._changed.discard(context)
-            self._arranger.arrange(state)
-            state.slots = self.slots
-            for sequences in (state.decoding, state.prefilling):
-                sequences.sort(key=_by_seq_id)  # the moves changed their ids
-
-    def _balance(self, state: StepState) -> None:
-        movable = {
-            slot.seq_id: slot
-            for slot in self.slots
-            if not slot.moving and slot.seq_id == slot.home and self._arranger.is_settled(slot.context)
-        }
-
-        def complaint(moves: list[tuple[int, int]]) -> str | None:
-            named = [id_ for move in moves for id_ in move]
-            if len(set(named)) != len(named):
-                return "an id is named twice"
-            return next((text for move in moves if (text := self._why_not(*move))), None)
-
-        for source, target in self._calls.first("balance_groups", state, check=complaint) or ():
-            if source in movable and target in movable:
-                self.moves.request(source, target)
-
-    def _why_not(self, source: int, target: int) -> str | None:
-        at = {slot.home: slot for slot in self.slots}
-        if source not in at or target not in at or at[source].sequence is None or at[target].sequence is not None:
-            return f"cannot move sequence {source} to {target}: the first must be busy and the second idle"
-        if at[source].group == at[target].group:
-            return f"sequences {source} and {target} are in the same group"
-        return None
+    def _note(self, slot: Slot) -> None:
+        self._placing.note(slot)
 
     def _show(self, state: StepState, contexts: Seq[int]) -> None:
         """Reduce the lists of `state` to what may be computed in these contexts."""
-        running = sorted(self._running.values(), key=_by_seq_id)
+        running = sorted(self._running.values(), key=by_seq_id)
         ready = [s for s in running if s.slot.context in contexts and not s.slot.moving]
         state.decoding = [s for s in ready if s.state is SequenceState.DECODE]
         state.prefilling = [s for s in ready if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
@@ -313,7 +261,7 @@ class Scheduler:
     def _refresh(self) -> StepState:
         state = self.state
         running = (
-            sorted(self._running.values(), key=_by_seq_id) if len(self._running) > 1 else list(self._running.values())
+            sorted(self._running.values(), key=by_seq_id) if len(self._running) > 1 else list(self._running.values())
         )
         state.decoding = [s for s in running if s.state is SequenceState.DECODE]
         state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
@@ -333,7 +281,7 @@ class Scheduler:
             self._running[sequence.request.id] = sequence
             if self.watcher is not None:
                 self.watcher.began(sequence)
-            self._note_change(sequence.slot)
+            self._placing.note(sequence.slot)
             self.stats.n_prompt_cached += sequence.n_past
             self.outbox.append((sequence.request.id, Started(sequence.slot.id, sequence.n_past)))
             if sequence.n_prompt == 0:
@@ -445,11 +393,6 @@ class Scheduler:
     def _drop(self, waiting: Waiting) -> None:
         waiting.sampler.close()
         self._completion.dropped(waiting.request)
-
-
-def _by_seq_id(sequence: Sequence) -> int:
-    # libllama joins sequences into one ubatch only in increasing, consecutive order of their ids.
-    return sequence.slot.seq_id
 
 
 def _not_from(answer: list[Sequence], state: StepState) -> str | None:
