@@ -115,7 +115,7 @@ def _status(guard: GuardKind, counts: dict[bool, TokenCount]) -> dict[str, Any]:
         }
     if changed is None or guard is GuardKind.CLOSE:
         return {"status": ACTED, "reason": None}
-    margin = "" if changed.margin is None else f", which was {changed.margin:.2f} nats behind"
+    margin = "" if changed.margin is None else f" (no other was within {changed.margin:.2f} nats of that one)"
     return {
         "status": TOKENS_CHANGED,
         "reason": f"it promises {guard.value} and session {changed.session} got token {changed.got} in place of "

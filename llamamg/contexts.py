@@ -8,6 +8,7 @@ from typing import Any
 from llamamg import handover
 from llamamg.config import Config
 from llamamg.errors import LoadError
+from llamamg.facts import has_patch
 from llamamg.kvcache import KVCache
 from llamamg.kvcache_contexts import ContextsKV
 from llamamg.layout import Layout, layout_of, n_ubatch
@@ -20,6 +21,8 @@ from llamamg.vocab import Vocabulary
 # Native switches while the context of a decode group is made beside one for prompts: groups overlap with each other, so
 # their contexts need no pipeline of their own, and a step of a few rows goes before a ubatch of a prompt.
 DECODE_ONLY = {"one-copy": 1, "stream-priority": 1}
+# Without this patch one context may have the graph of another computed, and then samples its own logits of a step before.
+SHARED_RPC = "graph-check-and-send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Voc
     if layout.n_contexts > 1 and is_unified(c):
         raise LoadError(
             "several contexts need a KV cache of their own for each slot: give --parallel N, not --kv-unified"
+        )
+    if layout.n_contexts > 1 and config.model.rpc and not has_patch(SHARED_RPC):
+        raise LoadError(
+            "several contexts on one rpc-server need a library that keeps their graphs apart: run `llamamg build`, or "
+            "leave decode groups out"
         )
     runners, parts = [], []
     for context in range(layout.n_contexts):

@@ -55,6 +55,14 @@ def has_switch(name: str) -> bool:
     return loaded is None or any(switch.name == name for switch in loaded.mg.switches())
 
 
+def has_patch(name: str) -> bool:
+    """Was the loaded library built with this patch, such as "graph-check-and-send"? True while none is loaded."""
+    from llamamg import library
+
+    loaded = library.current()
+    return loaded is None or any(p["name"].endswith(f"-{name}.patch") for p in loaded.build_info.get("patches", ()))
+
+
 def has_lookup() -> bool:
     """Does the loaded library have an index for drafts (`DraftIndex`)? True while none is loaded."""
     from llamamg import library

@@ -20,6 +20,7 @@ from llamamg import (
     Slot,
     StepState,
     Unavailable,
+    has_patch,
     hookimpl,
     n_stages,
     plugin,
@@ -117,6 +118,10 @@ class DecodeGroups:
             raise Unavailable("there is one slot, so there is one group (use --parallel 2 or more)")
         if context.kv_unified or (context.kv_unified is None and context.n_parallel < 0):
             raise Unavailable("all slots share one KV cache, and a context cannot share it (use --parallel N)")
+        if config.model.rpc and not has_patch("graph-check-and-send"):
+            raise Unavailable(
+                "with this native build contexts on one rpc-server get each other's results: run `llamamg build`"
+            )
         n_groups = self._n_groups(config, devices)
         prefill = self.prefill_slots
         n_prefill = int(n_groups > 1) if isinstance(prefill, str) else min(prefill, context.n_parallel)

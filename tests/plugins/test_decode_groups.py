@@ -96,6 +96,15 @@ def test_it_says_why_it_is_off(config: Config, options: dict[str, Any], words: s
         DecodeGroups(**options).configure(config, [CPU])
 
 
+def test_contexts_share_an_rpc_server_only_where_the_library_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(rpc=("a:1", "b:1"))
+    assert context_of(config, [CPU]).n_groups == 2
+    monkeypatch.setattr("llamamg_plugins.decode_groups.has_patch", lambda name: False)
+    with pytest.raises(Unavailable, match="llamamg build"):
+        DecodeGroups().configure(config, [CPU])
+    assert context_of(config_of(), TWO).n_groups == 2  # no server, no matter
+
+
 def test_a_unified_cache_is_refused() -> None:
     config = replace(config_of(), context=ContextConfig(n_parallel=4, kv_unified=True))
     with pytest.raises(Unavailable, match="one KV cache"):
