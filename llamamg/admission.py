@@ -142,7 +142,7 @@ class Admission:
         n_past, n_own = self._own(slot, request)
         if n_own == len(request.prompt) and n_own > 0:
             n_own -= 1
-        self._changing(slot, n_own)
+        self._changing(slot, n_own, at_once=not self._kv.cells_are_positions)
         n_past = self._checkpoints.rewind(slot, n_past, len(request.prompt))
         if n_past == len(request.prompt) and n_past > 0:
             n_past -= 1  # at least one token must be computed, or there are no logits to sample from
@@ -152,10 +152,14 @@ class Admission:
             n_past = 0
         return n_past
 
-    def _changing(self, slot: Slot, n_kept: int) -> None:
+    def _changing(self, slot: Slot, n_kept: int, at_once: bool = True) -> None:
+        """Where cells are positions, what goes stays until a step overwrites it: the scheduler makes way then."""
         if self._calls.hooks.slot_changing:
             self._calls.each("slot_changing", slot, n_kept)
-        slot.cut(n_kept)
+        if at_once:
+            slot.cut(n_kept)
+        else:
+            slot.finish_state()
 
 
 def least_recently_used(idle: Seq[Slot]) -> Slot:

@@ -23,6 +23,7 @@ MODULES = (
     "spec",
     "pipeline",
     "groups",
+    "cache",
     "report",
     "aa",
     "overhead",

@@ -24,6 +24,7 @@ from llamamg.options.declared import declared_options
 from llamamg.options.resolve import parse
 from llamamg.options.table import Table
 from llamamg.plugins import discover
+from llamamg.transfer.pick import way_of
 
 PACKAGES = ("llama_cpp_python", "numpy", "cffi", "pluggy", "starlette", "uvicorn", "uvloop", "httptools", "orjson")
 CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -54,9 +55,17 @@ def examine(build: Path | None = None) -> dict[str, Any]:
         "cpu": _cpu(),
         "gpu_visible": cuda.gpu_visible(),
         "library": _library(build),
+        "cache_copies": way_of(_gpus(build)),
         "packages": {name: _installed(name) for name in PACKAGES},
         "cupy": next((f"{name} {_installed(name)}" for name in CUPY_PACKAGES if _installed(name)), None),
     }
+
+
+def _gpus(build: Path | None) -> list[str]:
+    try:
+        return [device.name for device in library.load(build).mg.devices() if device.type == "gpu"]
+    except (RuntimeError, OSError):
+        return []
 
 
 def _library(build: Path | None) -> dict[str, Any]:
@@ -102,6 +111,7 @@ def report(facts: dict[str, Any]) -> str:
     if missing:
         lines.append(f"missing    {', '.join(missing)}: run `llamamg build` and `pip install llamamg`")
     lines.append(f"cupy       {facts['cupy'] or 'not installed; GPU plugins need the extra cuda12 or cuda13'}")
+    lines.append(f"cache      slots are copied {facts['cache_copies']}")
     if facts["gpu_visible"] and "error" not in lib and all(d["type"] != "gpu" for d in lib["devices"]):
         lines.append("warning    a GPU is visible but this build cannot use it: run `llamamg build --cuda`")
     return "\n".join(lines)

@@ -26,6 +26,10 @@ class Removal(Enum):
 class KVCache:
     """Sequence operations of one context. Only the thread that decodes may call them."""
 
+    cells_are_positions = (
+        False  # a stream of its own for each sequence: what is cut off stays in memory until overwritten
+    )
+
     def __init__(self, llama: Any, context: Any, *, is_recurrent: bool, n_swa: int) -> None:
         self._llama, self.context = llama, context
         self._memory = llama.llama_get_memory(context)

@@ -24,7 +24,7 @@ from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.layout import Layout, one_context
 from llamamg.memory import check_memory, main_memory
-from llamamg.model import ModelInfo, describe, load_model, n_slots
+from llamamg.model import ModelInfo, describe, is_unified, load_model, n_slots
 from llamamg.modelfile import open_model
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Request, Timings
@@ -86,6 +86,7 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         layout=made.layout,
     )
     engine.cells = _cells(lib, made)
+    kv.cells_are_positions = not is_unified(config.context)
     if config.plugins.guard_replay:
         engine.shadow = engine.scheduler.watcher = Shadow(
             config, llama, runner, kv, vocab, plugins, n_slots(config.context)

@@ -72,6 +72,8 @@ class Rows:
                 if room > 0:
                     tokens += self._draft(sequence, pos0, n_again, room)
             spare -= len(tokens) - 1 - n_again
+            if slot.copying is not None:
+                slot.give_way(pos0, pos0 + len(tokens))
             slot.tokens.keep(pos0)
             for token in tokens:
                 slot.tokens.append(token)
@@ -118,6 +120,8 @@ class Rows:
         if self._checkpoints.wanted(sequence, begin, end):
             self._checkpoints.make(slot, begin, sequence.request.id)
         tokens = sequence.request.prompt[begin:end]
+        if slot.copying is not None:
+            slot.give_way(begin, end)
         slot.tokens.extend(tokens)
         sequence.n_past = end
         batch.rows.append(Row(sequence, tokens, begin, 1 if end == sequence.n_prompt else 0, is_prompt=True))

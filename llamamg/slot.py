@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from llamamg.transfer import Transfer
 
 
+GIVE_WAY_S = 0.002  # for which a step waits at most; a copy is far faster than a prompt
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """The part of a sequence's memory that cannot be cut back (recurrent state, SWA window), as it was after `n_tokens`."""
@@ -54,6 +57,18 @@ class Slot:
     def busy(self) -> bool:
         """Whether a sequence runs in it, or it is being moved or filled."""
         return self.sequence is not None or self.moving or self.restoring
+
+    def give_way(self, begin: int, end: int) -> None:
+        """Cells [begin, end) are about to be written: what was to be copied of them is copied first, if that is quick."""
+        if self.copying is not None:
+            self.copying.give_way(begin, end, GIVE_WAY_S)
+            if self.copying.is_over:
+                self.copying = None
+
+    def finish_state(self) -> None:
+        """What does not grow with the tokens is about to change: it is copied first, if that is quick, and rows go on."""
+        if self.copying is not None:
+            self.copying.finish_state(GIVE_WAY_S)
 
     def cut(self, n_kept: int) -> None:
         """All behind the first `n_kept` tokens is about to change: when this returns, nobody reads it any more."""

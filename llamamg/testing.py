@@ -86,6 +86,8 @@ class FakeKV(KVCache):
         self.layout = layout or one_context(n_seq)
         n_ids = self.layout.prefill.stop or n_seq
         self.held: dict[int, list[int]] = {i: [] for i in range(n_ids)}
+        self.rows: dict[int, list[int]] = {i: [] for i in range(n_ids)}  # cells as they are in memory, cut off or not
+        self.cells_are_positions = True
         self.transfers: list[tuple[int, int]] = []
         self.fail_transfer: Callable[[int, int], bool] = lambda source, target: False
         self.computing: set[int] = set()  # contexts that are in flight: nobody may touch their memory
@@ -102,6 +104,7 @@ class FakeKV(KVCache):
             f"sequence {seq_id} holds {len(self.held[seq_id])} tokens, got position {pos0}"
         )
         self.held[seq_id].extend(tokens)
+        self.rows[seq_id][pos0 : pos0 + len(tokens)] = tokens
         self.cut.discard(seq_id)
 
     def _touch(self, seq_id: int) -> None:
@@ -201,9 +204,9 @@ class FakeCells(Cells):
         rows = np.ctypeslib.as_array((ctypes.c_int32 * N_ROWS).from_address(block))[row : row + n]
         held = self.kv.held[seq_id]
         if to_host:
-            rows[:] = held[cell : cell + n]
+            rows[:] = self.kv.rows[seq_id][cell : cell + n]
         else:
-            held[cell : cell + n] = rows.tolist()
+            held[cell : cell + n] = self.kv.rows[seq_id][cell : cell + n] = rows.tolist()
 
     def save_state(self, seq_id: int) -> StateCopy:
         """The tokens again."""

@@ -208,6 +208,36 @@ class AsyncCache:
             return self._way
         return f"{self._way}; {tree.n_bytes / MIB:.0f} MiB kept; {self.n_hits} hits, {self.n_misses} misses"
 
+    # -- for benchmarks, on the engine thread
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is kept here."""
+        return self._tree is not None
+
+    @property
+    def way(self) -> str:
+        """How copies are made, or why none are."""
+        return self._way
+
+    def save(self, slot: Slot) -> None:
+        """Begin to save an idle slot."""
+        self._save(slot, waits=False)
+
+    def settled(self) -> bool:
+        """Take note of what is copied and written; True when nothing is under way."""
+        self._saver.drain()
+        if self._disk is not None:
+            self._disk.drain()
+        return self._saver.n_running == 0 and (self._disk is None or self._disk.n_pending == 0)
+
+    def forget(self) -> None:
+        """Forget all that nobody uses. Files stay, for the next start; nothing more is written."""
+        self.settled()
+        self._saver.saved = lambda path: None
+        assert self._tree is not None
+        self._tree.forget()
+
     # -- saving
 
     @hookimpl
@@ -267,8 +297,10 @@ class AsyncCache:
             self.n_misses += 1
             return None
         path = [node for node in path if node.start < n]
-        hit = Hit(path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._load, self._ended)
-        return hit
+        return Hit(
+            path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._load, self._ended,
+            is_alone=lambda: self._engine.stats.n_requests_processing == 0,
+        )  # fmt: skip
 
     def _load(self, stored: Any, memory: Any) -> None:
         assert self._disk is not None

@@ -14,7 +14,7 @@ from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_save import checkpoints
 from llamamg_plugins.async_cache_tree import Node, State, Tree
 
-PLACE_S = 0.001  # time for cells in one step
+PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
 Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
 
@@ -24,8 +24,9 @@ class Hit:
 
     def __init__(
         self, path: list[Node], n_tokens: int, state: State | None, tree: Tree, cells: Cells, kv: Any,
-        copier: Copier, workers: Workers, load: Load, ended: Callable[[Hit], None],
+        copier: Copier, workers: Workers, load: Load, ended: Callable[[Hit], None], is_alone: Callable[[], bool],
     ) -> None:  # fmt: skip
+        self._is_alone = is_alone
         self.path, self.n_tokens, self.state = path, n_tokens, state
         self._tree, self._cells, self._kv = tree, cells, kv
         self._copier, self._workers, self._load, self._ended = copier, workers, load, ended
@@ -97,7 +98,7 @@ class Hit:
 
     def _go_on(self) -> None:
         assert self.transfer is not None
-        until = time.perf_counter() + PLACE_S
+        until = time.perf_counter() + (PLACE_ALONE_S if self._is_alone() else PLACE_S)
         while self._n_placed < self.n_tokens and time.perf_counter() < until:
             end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + N_PLACE)
             where = self._cells.place(self.slot.seq_id, self._n_placed, self._tokens[self._n_placed : end])
@@ -162,7 +163,7 @@ class Hit:
 class _Read:
     """A work that reads from disk and touches no sequence."""
 
-    end, n_chunks, n_bytes = 1 << 62, 1, 0
+    start, end, n_chunks, n_bytes = 0, 1 << 62, 1, 0
 
     def __init__(self, read: Callable[[], None]) -> None:
         self._read = read

@@ -209,6 +209,11 @@ class Saver:
             if node is not None:
                 self._tree.add_state(node, state)
 
+    @property
+    def n_running(self) -> int:
+        """Slots being saved."""
+        return len(self._running)
+
     def stop(self) -> None:
         """Copy nothing more."""
         for save in self._running:

@@ -162,6 +162,12 @@ class Tree:
             if state.stored is not None:
                 self._free_data(state)
 
+    def forget(self) -> None:
+        """Remove all that nobody uses."""
+        for node in sorted(self.nodes(), key=lambda node: -node.start):
+            if node.is_leaf and node.n_pins == 0 and not node.is_growing:
+                self.remove(node)
+
     def remove(self, node: Node) -> None:
         """Forget a leaf."""
         assert node.is_leaf

@@ -95,11 +95,13 @@ class CudaWork:
     seq_id: int
     to_host: bool
     pieces: tuple[Piece, ...]
+    start: int = 0
     end: int = 0
     n_chunks: int = 1
     n_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        self.start = min(piece.pos for piece in self.pieces)
         self.end = max(piece.pos + len(piece.cells) for piece in self.pieces)
         self.n_bytes = self.n_row_bytes * sum(len(piece.cells) for piece in self.pieces)
 

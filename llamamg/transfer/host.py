@@ -33,6 +33,7 @@ class PieceWork:
     to_host: bool
     piece: Piece
     chunk_bytes: int
+    start: int = 0
     end: int = 0
     n_chunks: int = 0
     n_bytes: int = 0
@@ -41,7 +42,7 @@ class PieceWork:
     def __post_init__(self) -> None:
         n = len(self.piece.cells)
         self._planes = plane_groups(self.cells.layout, n, self.chunk_bytes)
-        self.end = self.piece.pos + n
+        self.start, self.end = self.piece.pos, self.piece.pos + n
         self.n_chunks = len(self._planes)
         self.n_bytes = n * self.cells.layout.n_row_bytes
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from llamamg.blocks import Bytes, Indexes, StateCopy
 
 ALL = 1 << 62  # a limit that cuts nothing; also the end of what any change of the sequence spoils
+STATE = -1  # where a state begins: before all rows
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +35,9 @@ class Piece:
 
 
 class Work(Protocol):
-    """A part of a transfer, copied by one thread in `n_chunks` chunks. It touches positions below `end` only."""
+    """A part of a transfer, copied by one thread in `n_chunks` chunks. It touches positions from `start` to below `end` only."""
 
+    start: int
     end: int
     n_chunks: int
     n_bytes: int
@@ -64,17 +66,18 @@ class Transfer:
         self.error: Exception | None = None
         self.n_bytes = 0  # copied
         self._limit = ALL
-        self._n_open = 0  # works not finished
+        self._open: list[int] = []  # where the works begin that are not finished
         self._sealed = False
+        self._no_state = False
         self._active: list[int] = []  # ends of the chunks being copied
         self._changed = threading.Condition()
 
     # -- the thread that owns it
 
-    def opened(self, n: int) -> None:
-        """`n` more works were queued."""
+    def opened(self, works: Seq[Work]) -> None:
+        """More works were queued."""
         with self._changed:
-            self._n_open += n
+            self._open += [work.start for work in works]
 
     def seal(self) -> None:
         """No more works will come."""
@@ -88,6 +91,22 @@ class Transfer:
             self._limit = min(self._limit, limit)
             self._changed.wait_for(lambda: all(end <= self._limit for end in self._active))
 
+    def give_way(self, begin: int, end: int, wait_s: float) -> None:
+        """Positions from `begin` to below `end` are about to be overwritten: finish what is to be copied of them within
+        `wait_s`, or copy nothing from `begin` on. When this returns, no thread touches them.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(start >= end for start in self._open), wait_s):
+                self._limit = min(self._limit, begin)
+                self._changed.wait_for(lambda: all(at <= self._limit for at in self._active))
+
+    def finish_state(self, wait_s: float) -> None:
+        """The sequence's state is about to change: finish copying it within `wait_s`, or do not copy it. Rows go on."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: STATE not in self._open, wait_s):
+                self._no_state = True
+                self._changed.wait_for(lambda: ALL not in self._active)
+
     def abandon(self) -> None:
         """Copy nothing more. When this returns, no thread touches anything of it."""
         self.cut(0)
@@ -95,12 +114,12 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is over; False when it is not after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._sealed and self._n_open == 0, timeout_s)
+            return self._changed.wait_for(lambda: self._sealed and not self._open, timeout_s)
 
     @property
     def is_over(self) -> bool:
         """Whether everything was copied, cut away or failed."""
-        return self._sealed and self._n_open == 0
+        return self._sealed and not self._open
 
     @property
     def limit(self) -> int:
@@ -113,7 +132,8 @@ class Transfer:
         """Begin a chunk; the limit up to which it may copy, 0: nothing."""
         with self._changed:
             limit = min(work.end, self._limit) if self.error is None else 0
-            if limit > 0 and (work.end < ALL or limit == ALL):
+            is_spoilt = work.end == ALL and (limit < ALL or (self._no_state and work.start == STATE))
+            if limit > 0 and not is_spoilt:
                 self._active.append(limit)
                 return limit
             return 0
@@ -124,10 +144,10 @@ class Transfer:
             self._active.remove(limit)
             self._changed.notify_all()
 
-    def closed(self, n_bytes: int, error: Exception | None = None) -> None:
+    def closed(self, work: Work, n_bytes: int, error: Exception | None = None) -> None:
         """A work is over."""
         with self._changed:
-            self._n_open -= 1
+            self._open.remove(work.start)
             self.n_bytes += n_bytes
             self.error = self.error or error
             self._changed.notify_all()
@@ -141,6 +161,7 @@ class StateWork:
     data: Bytes
     done: Callable[[], None] | None = None
     chunk_bytes: int = 1 << 20
+    start: int = STATE
     end: int = ALL
     n_chunks: int = 0
     n_bytes: int = 0

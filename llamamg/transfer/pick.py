@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llamamg.blocks import Cells
@@ -9,17 +10,32 @@ from llamamg.transfer.host import HostCopier
 from llamamg.transfer.job import Copier
 
 
-def import_cupy() -> tuple[Any, str]:
-    """cupy and "", or None and why it cannot be used."""
-    try:
-        import cupy
-    except Exception as error:  # a missing driver is not an ImportError
-        return None, f"cupy cannot be imported ({type(error).__name__}: {error}); install the extra cuda12 or cuda13"
+def usable_cupy(devices: Iterable[str]) -> tuple[Any, str]:
+    """cupy and "", or None and why rows on these devices are not copied by it."""
+    from llamamg.devices.hops_cupy import available
+
+    names = sorted(devices)
+    if not names or not all(name.startswith("CUDA") for name in names):
+        return None, "it serves caches that are wholly on CUDA devices"
+    cupy, reason = available(names)
+    if cupy is None:
+        return None, str(reason)
     try:
         n = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:
+    except Exception as error:  # no driver
         return None, f"cupy finds no CUDA device ({error})"
     return (cupy, "") if n else (None, "cupy finds no CUDA device")
+
+
+def way_of(devices: Iterable[str]) -> str:
+    """In words, how a cache on these devices (names; none: main memory) is copied to the host and back."""
+    names = list(devices)
+    if not names:
+        return "by threads, in main memory"
+    cupy, reason = usable_cupy(names)
+    if cupy is not None:
+        return "by cupy, asynchronously on streams of its own"
+    return f"by threads through the backend's own copies ({reason})"
 
 
 def pick_copier(cells: Cells) -> tuple[Copier, str]:
@@ -27,11 +43,9 @@ def pick_copier(cells: Cells) -> tuple[Copier, str]:
     devices = {plane.device for plane in cells.planes(0)}
     if devices <= {""}:
         return HostCopier(cells), "the cache is in main memory"
-    if not all(name.startswith("CUDA") for name in devices):
-        return HostCopier(cells), f"the cache is on {', '.join(sorted(devices - {''}))}"
-    cupy, reason = import_cupy()
+    cupy, reason = usable_cupy(devices)
     if cupy is None:
-        return HostCopier(cells), reason
+        return HostCopier(cells), f"the cache is on {', '.join(sorted(devices - {''}))}; no cupy: {reason}"
     from llamamg.transfer.cuda import CudaCopier
 
     return CudaCopier(cells, cupy), "asynchronous copies by cupy"

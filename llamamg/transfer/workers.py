@@ -32,7 +32,7 @@ class Workers:
         """Queue works of a transfer, in this order."""
         if not works:
             return
-        transfer.opened(len(works))
+        transfer.opened(works)
         with self._wake:
             self._queues[transfer.to_host].extend((transfer, work) for work in works)
             self._wake.notify(len(works))
@@ -45,8 +45,8 @@ class Workers:
             for queue in self._queues.values():
                 queue.clear()
             self._wake.notify_all()
-        for transfer, _ in dropped:
-            transfer.closed(0, RuntimeError("the engine stops"))
+        for transfer, work in dropped:
+            transfer.closed(work, 0, RuntimeError("the engine stops"))
         for thread in self._threads:
             thread.join(1.0)
 
@@ -61,10 +61,10 @@ class Workers:
         while (pair := self._next()) is not None:
             transfer, work = pair
             try:
-                transfer.closed(self._copy(transfer, work))
+                transfer.closed(work, self._copy(transfer, work))
             except Exception as error:
                 log.error("a copy of sequence %d failed: %s", transfer.seq_id, error)
-                transfer.closed(0, error)
+                transfer.closed(work, 0, error)
 
     def _copy(self, transfer: Transfer, work: Work) -> int:
         """Copy one work; the bytes copied, 0 when it was cut away."""

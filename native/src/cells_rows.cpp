@@ -63,8 +63,51 @@ bool kv_take::find(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos
     return n_found == n;
 }
 
+namespace {
+
+// As apply_ubatch() leaves the cell of a token of text.
+llama_kv_cell_ext text_ext(llama_token token, llama_pos pos, uint32_t n_pos) {
+    llama_kv_cell_ext ext;
+    ext.tok = token;
+    if (n_pos >= 3) {
+        ext.x = ext.y = pos;
+    }
+    return ext;
+}
+
+}  // namespace
+
+// Cells that are their positions, behind all others of the stream: the ordered sets grow at their ends.
+bool kv_take::append(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
+                     uint32_t n_pos) {
+    llama_kv_cells & cells = cache.v_cells[cache.seq_to_stream[seq]];
+    if (cache.n_stream != cache.n_seq_max || cache.n_swa > 0 || cells.used_max_p1() > (uint32_t) pos ||
+        (uint32_t) (pos + n) > cells.size()) {
+        return false;
+    }
+    auto & positions = cells.seq_pos[seq];
+    for (int32_t i = 0; i < n; ++i) {
+        const llama_pos p = pos + i;
+        cells.pos[p]      = p;
+        cells.ext[p]      = text_ext(tokens[i], p, n_pos);
+        cells.seq[p].set(seq);
+        cells.used.insert(cells.used.end(), (uint32_t) p);
+        positions.emplace_hint(positions.end(), p, (uint32_t) p);
+    }
+    cache.v_heads[cache.seq_to_stream[seq]] = pos + n;
+    return true;
+}
+
 bool kv_take::place(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
                     uint32_t n_pos, int32_t * out, bool like) {
+    bool is_in_place = true;
+    for (int32_t i = 0; like && i < n; ++i) {
+        is_in_place = is_in_place && out[i] == pos + i;
+    }
+    if (is_in_place && append(cache, seq, pos, n, tokens, n_pos)) {
+        std::iota(out, out + n, pos);
+        return true;
+    }
     const uint32_t         stream = cache.seq_to_stream[seq];
     const llama_kv_cells & cells  = cache.v_cells[stream];
 

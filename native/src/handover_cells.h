@@ -37,4 +37,8 @@ struct kv_take {
     // nothing is done, when there is no room.
     static bool place(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
                       uint32_t n_pos, int32_t * out, bool like);
+
+private:
+    static bool append(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
+                       uint32_t n_pos);
 };

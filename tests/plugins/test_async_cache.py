@@ -249,3 +249,48 @@ def test_slots_saved_only_when_they_are_taken(serve: Callable[..., Server]) -> N
     request = ask(first, n_predict=4)
     assert server.run(request) == [alone(first, 4)]
     assert server.n_cached(request) == 699
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_rows_are_saved_before_the_next_user_overwrites_them(
+    serve: Callable[..., Server], hybrid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six conversations at once in two slots: nobody waits for a slot to be saved, and all are found again."""
+    monkeypatch.setattr("llamamg.slot.GIVE_WAY_S", 10.0)  # whatever else this machine does
+    server = serve(2, hybrid=hybrid)
+    server.cells.slow = lambda: time.sleep(0.001)
+    system = talk(300, 0)
+    talks = [system + talk(400 + 70 * i, 10 + i) for i in range(6)]
+    for turn in range(3):
+        requests = [ask(t, n_predict=5) for t in talks]
+        answers = server.run(*requests)
+        for i, (t, answer) in enumerate(zip(talks, answers, strict=True)):
+            assert answer == alone(t, 5, hybrid=hybrid), f"turn {turn}, conversation {i}"
+            if turn:
+                assert server.n_cached(requests[i]) >= 696
+        talks = [
+            t + list(a.encode()) + talk(40, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
+        ]
+
+
+def test_a_slow_copy_is_given_up_where_the_next_user_writes(serve: Callable[..., Server]) -> None:
+    server = serve(1)
+    server.cells.slow = lambda: time.sleep(0.03)
+    first = talk(3000, 1)
+    server.engine.submit(ask(first, n_predict=2))
+    while server.engine.step():
+        pass
+    time.sleep(0.1)
+    transfer = server.engine.slots[0].copying
+    assert transfer is not None
+    assert not transfer.is_over
+    server.engine.submit(ask(talk(400, 2), n_predict=2))
+    while server.engine.step():
+        pass
+    assert transfer.limit == 0
+    server.cells.slow = lambda: None
+    server.settle()
+    again = ask(first, n_predict=4)
+    assert server.run(again) == [alone(first, 4)]
+    n_kept = server.n_cached(again)
+    assert 0 < n_kept < 2999, "what was copied by then is kept, the rest is not"

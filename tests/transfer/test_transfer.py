@@ -1,0 +1,373 @@
+"""Transfers: what is cut is not touched any more, what is finished is whole; copies by cupy over a stand-in for it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamamg.blocks import N_ROWS, BlockLayout, Plane, runs
+from llamamg.transfer import Piece, StateWork, Transfer, Workers
+from llamamg.transfer.cuda import CudaCopier, Run, merge
+from llamamg.transfer.host import plane_groups
+from llamamg.transfer.pick import pick_copier, way_of
+
+
+class Work:
+    """Copies nothing, slowly."""
+
+    n_bytes = 10
+
+    def __init__(self, start: int, end: int, n_chunks: int = 1, gate: threading.Event | None = None) -> None:
+        self.start, self.end, self.n_chunks, self.gate = start, end, n_chunks, gate
+        self.copied: list[int] = []
+        self.finished: int | None = None
+
+    def copy(self, chunk: int, limit: int) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        self.copied.append(limit)
+
+    def finish(self, limit: int) -> None:
+        self.finished = limit
+
+
+@pytest.fixture
+def workers() -> Any:
+    made = Workers(2, pause_save=0.0, pause_load=0.0)
+    yield made
+    made.stop()
+
+
+def test_all_is_copied(workers: Workers) -> None:
+    transfer, works = Transfer(0, True), [Work(i, i + 5, 3) for i in range(0, 50, 5)]
+    workers.add(transfer, works)
+    assert not transfer.is_over  # more may come
+    transfer.seal()
+    assert transfer.wait(10)
+    assert [work.finished for work in works] == [work.end for work in works]
+    assert transfer.n_bytes == 100
+    assert transfer.error is None
+
+
+def test_a_cut_waits_for_the_chunk_and_for_nothing_else(workers: Workers) -> None:
+    gate = threading.Event()
+    transfer, low, high, later = Transfer(0, True), Work(0, 5, 2, gate), Work(5, 10, 2, gate), Work(10, 15)
+    workers.add(transfer, [low, high, later])
+    transfer.seal()
+    while len(transfer._active) < 2:
+        time.sleep(0.001)
+    threading.Timer(0.1, gate.set).start()
+    started = time.perf_counter()
+    transfer.cut(7)
+    assert time.perf_counter() - started > 0.05, "the chunk that touches position 9 was not waited for"
+    assert max(transfer._active, default=0) <= 7
+    assert transfer.wait(10)
+    assert low.finished == 5
+    assert high.copied == [10, 7]
+    assert high.finished == 7
+    assert later.copied in ([], [7])  # nothing of it lies below
+    assert later.finished in (None, 7)
+
+
+def test_give_way_waits_for_what_is_in_the_way_only(workers: Workers) -> None:
+    gate = threading.Event()
+    transfer, first, second = Transfer(0, True), Work(0, 5), Work(5, 10, 1, gate)
+    workers.add(transfer, [first, second])
+    transfer.seal()
+    transfer.give_way(0, 5, 10.0)
+    assert first.finished == 5
+    assert second.finished is None
+    assert transfer.limit > 10
+    threading.Timer(0.05, gate.set).start()
+    transfer.give_way(5, 10, 0.001)  # too slow: cut, and the chunk waited for
+    assert transfer.limit == 5
+    assert transfer._active == []
+
+
+class Copying:
+    n_bytes = 3 << 20
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate, self.ranges = gate, list[tuple[int, int]]()
+
+    def copy(self, state: Any, begin: int, end: int) -> None:
+        if self.gate is not None:
+            self.gate.wait(10)
+        self.ranges.append((begin, end))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_state_is_whole_or_not_there(workers: Workers) -> None:
+    done: list[bool] = []
+    transfer, copying = Transfer(0, True), Copying()
+    workers.add(transfer, [StateWork(copying, np.empty(3 << 20, np.uint8), lambda: done.append(True))])
+    transfer.finish_state(10.0)
+    assert done == [True]
+    assert copying.ranges == [(0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, 3 << 20)]
+
+    gate = threading.Event()
+    transfer, copying, rows = Transfer(0, True), Copying(gate), Work(0, 5)
+    workers.add(transfer, [StateWork(copying, np.empty(3 << 20, np.uint8), lambda: done.append(False)), rows])
+    transfer.seal()
+    threading.Timer(0.05, gate.set).start()
+    while not copying.ranges and not transfer._active:
+        time.sleep(0.001)
+    transfer.finish_state(0.0)
+    assert transfer.wait(10)
+    assert done == [True], "a state that was cut counts as saved"
+    assert rows.finished == 5
+
+
+def test_an_error_ends_a_transfer(workers: Workers) -> None:
+    class Broken(Work):
+        def copy(self, chunk: int, limit: int) -> None:
+            raise OSError("no")
+
+    transfer, works = Transfer(0, False), [Broken(0, 5), *[Work(i, i + 5) for i in range(5, 500, 5)]]
+    workers.add(transfer, works)
+    transfer.seal()
+    assert transfer.wait(10)
+    assert isinstance(transfer.error, OSError)
+
+
+def test_stopping_ends_what_is_queued() -> None:
+    workers, gate = Workers(1), threading.Event()
+    transfer = Transfer(0, True)
+    workers.add(transfer, [Work(0, 5, 1, gate), Work(5, 10)])
+    transfer.seal()
+    threading.Timer(0.05, gate.set).start()
+    workers.stop()
+    assert transfer.wait(10)
+
+
+def test_runs_of_neighbours() -> None:
+    assert runs([]) == []
+    assert runs([3, 4, 5, 9, 7, 8]) == [(0, 3, 3), (3, 9, 1), (4, 7, 2)]
+
+
+def test_plane_groups_cover_every_plane_once() -> None:
+    layout = BlockLayout(((1, 100, 1),) * 7 + ((1, 2, 300),) * 3)
+    for chunk in (1, 150, 1000, 10**6):
+        groups = plane_groups(layout, 2, chunk)
+        assert [i for group in groups for i in group] == list(range(10))
+        assert all(2 * 100 * len(group) <= max(chunk, 200) for group in groups if group.stop <= 7)
+
+
+# ---- cupy
+
+
+class FakeRuntime:
+    """cudaMemcpy over main memory; remembers on which device and stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.device = 0
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        self.calls.append(("1d", kind, stream))
+        ctypes.memmove(dst, src, size)
+
+    def memcpy2DAsync(
+        self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:
+        assert width <= min(dpitch, spitch)
+        self.calls.append(("2d", kind, stream))
+        for i in range(height):
+            ctypes.memmove(dst + i * dpitch, src + i * spitch, width)
+
+
+class FakeCupy:
+    """What CudaCopier uses of cupy."""
+
+    def __init__(self) -> None:
+        outer = self
+        self.runtime = FakeRuntime()
+        self.synchronized = 0
+
+        class Device:
+            def __init__(self, index: int) -> None:
+                self.index = index
+
+            def __enter__(self) -> None:
+                self.before, outer.runtime.device = outer.runtime.device, self.index
+
+            def __exit__(self, *_: object) -> None:
+                outer.runtime.device = self.before
+
+        class Stream:
+            def __init__(self, non_blocking: bool = False) -> None:
+                assert non_blocking
+                self.ptr = 1000 + outer.runtime.device
+
+        class Event:
+            def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+                self.stream: Any = None
+
+            def record(self, stream: Stream) -> None:
+                assert stream.ptr == 1000 + outer.runtime.device, "an event of another device"
+                self.stream = stream
+
+            def synchronize(self) -> None:
+                assert self.stream is not None
+                outer.synchronized += 1
+
+        class Cuda:
+            runtime = self.runtime
+
+        self.cuda: Any = Cuda()
+        self.cuda.Device, self.cuda.Stream, self.cuda.Event = Device, Stream, Event
+
+
+class DeviceCells:
+    """Planes in main memory that say they are on CUDA devices: rows, rows on a second device, and a transposed one."""
+
+    reason = ""
+    n_cells = 2048
+
+    def __init__(self) -> None:
+        self.layout = BlockLayout(((1, 24, 1), (1, 16, 1), (1, 2, 5)))
+        self.memory = [np.random.default_rng(i).integers(0, 256, size, np.uint8)
+                       for i, size in enumerate((24 * 2048, 16 * 2048, 2 * 2048 * 5))]  # fmt: skip
+
+    def planes(self, seq_id: int) -> list[Plane]:
+        return [
+            Plane(int(memory.ctypes.data), n_bytes, self.n_cells, n_columns, device, kind)
+            for memory, (kind, n_bytes, n_columns), device in zip(
+                self.memory, self.layout.planes, ("CUDA0", "CUDA1", "CUDA0"), strict=True
+            )
+        ]
+
+    def expected(self, cells: Any) -> list[Any]:
+        """The rows of these cells, plane by plane."""
+        a, b, c = self.memory
+        rows = [a.reshape(-1, 24)[cells], b.reshape(-1, 16)[cells], c.reshape(5, -1, 2)[:, cells]]
+        return [np.array(row) for row in rows]
+
+
+def rows_of(block: Any, n: int) -> list[Any]:
+    """The first `n` rows of a block, plane by plane."""
+    a, b, c = np.split(block, np.cumsum([N_ROWS * 24, N_ROWS * 16]))
+    return [a.reshape(-1, 24)[:n], b.reshape(-1, 16)[:n], c.reshape(5, -1, 2)[:, :n]]
+
+
+@pytest.fixture
+def device() -> tuple[DeviceCells, FakeCupy, CudaCopier]:
+    cells, cupy = DeviceCells(), FakeCupy()
+    return cells, cupy, CudaCopier(cells, cupy)
+
+
+def blocks(n: int, layout: BlockLayout, gap: int = 0) -> tuple[Any, list[Any]]:
+    """`n` blocks, evenly spaced."""
+    pitch = layout.n_block_bytes + gap
+    slab = np.zeros(n * pitch, np.uint8)
+    return slab, [slab[i * pitch : i * pitch + layout.n_block_bytes] for i in range(n)]
+
+
+@pytest.mark.parametrize("n_tokens", [10, 256, 257, 1000, 1536])
+@pytest.mark.parametrize("first", [0, 77])
+@pytest.mark.parametrize("gap", [0, 64])
+def test_cupy_there_and_back(device: Any, n_tokens: int, first: int, gap: int, workers: Workers) -> None:
+    cells, cupy, copier = device
+    where = np.arange(first, first + n_tokens, dtype=np.int32)
+    _slab, held = blocks(-(-n_tokens // N_ROWS), cells.layout, gap)
+    n_done: list[int] = []
+    pieces = [
+        Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], int(block.ctypes.data), 0, n_done.append)
+        for i, block in enumerate(held)
+    ]
+    expected = cells.expected(where)
+    transfer = Transfer(0, True)
+    workers.add(transfer, copier.works(0, True, pieces))
+    transfer.seal()
+    assert transfer.wait(10)
+    assert transfer.error is None
+    assert sum(n_done) == n_tokens
+    for i, block in enumerate(held):
+        n = len(pieces[i].cells)
+        for found, whole in zip(rows_of(block, n), expected, strict=True):
+            part = whole[i * N_ROWS : i * N_ROWS + n] if whole.shape[0] != 5 else whole[:, i * N_ROWS : i * N_ROWS + n]
+            np.testing.assert_array_equal(found, part)
+    assert {kind for _, kind, _ in cupy.runtime.calls} == {2}
+    assert {stream for _, _, stream in cupy.runtime.calls} == {1000, 1001}
+    assert cupy.synchronized >= 2
+
+    for memory in cells.memory:
+        memory[:] = 0
+    elsewhere = (where + 300) % cells.n_cells  # wraps round: cells that are no run
+    cupy.runtime.calls.clear()
+    back = [Piece(p.pos, elsewhere[p.pos : p.pos + len(p.cells)], p.block, 0) for p in pieces]
+    transfer = Transfer(0, False)
+    workers.add(transfer, copier.works(0, False, back))
+    transfer.seal()
+    assert transfer.wait(10)
+    assert transfer.error is None
+    for found, whole in zip(cells.expected(elsewhere), expected, strict=True):
+        np.testing.assert_array_equal(found, whole)
+    assert {kind for _, kind, _ in cupy.runtime.calls} == {1}
+
+
+def test_cupy_copies_evenly_spaced_blocks_in_one_call(device: Any) -> None:
+    cells, cupy, copier = device
+    _slab, held = blocks(4, cells.layout)
+    pieces = [
+        Piece(i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
+        for i, block in enumerate(held)
+    ]
+    (work,) = copier.works(0, True, pieces)
+    work.copy(0, 4 * N_ROWS)
+    assert [name for name, _, _ in cupy.runtime.calls].count("2d") == 2 + 4  # a transposed plane: block by block
+
+
+def test_cupy_copies_nothing_behind_the_limit(device: Any) -> None:
+    cells, _, copier = device
+    _slab, held = blocks(2, cells.layout)
+    done: list[int] = []
+    pieces = [
+        Piece(
+            i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0, done.append
+        )
+        for i, block in enumerate(held)
+    ]
+    (work,) = copier.works(0, True, pieces)
+    work.copy(0, 300)
+    work.finish(300)
+    assert done == [256, 44]
+    assert not held[1][44 * 24 : N_ROWS * 24].any()
+    np.testing.assert_array_equal(rows_of(held[1], 44)[0], cells.expected(np.arange(256, 300))[0])
+
+
+def test_merged_runs() -> None:
+    whole = np.arange(N_ROWS, dtype=np.int32)
+    pieces = [Piece(i * N_ROWS, whole + i * N_ROWS, 1000 + 10 * i, 0) for i in range(3)]
+    assert merge(pieces, 10**6) == [Run(0, 256, 1000, 0, 3, 10)]
+    assert merge(pieces, 600) == [Run(0, 256, 1000, 0, 2, 10), Run(512, 88, 1020, 0)]
+    uneven = [pieces[0], pieces[1], Piece(512, whole + 512, 1090, 0)]
+    assert merge(uneven, 10**6) == [Run(0, 256, 1000, 0, 2, 10), Run(512, 256, 1090, 0)]
+    backwards = [pieces[0], Piece(256, whole + 256, 900, 0)]
+    assert len(merge(backwards, 10**6)) == 2
+
+
+def test_the_way_is_said(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    assert way_of([]) == "by threads, in main memory"
+    assert "RPC0" not in way_of(["RPC0"])
+    assert "wholly on CUDA" in way_of(["RPC0", "CUDA0"])
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install" in way_of(["CUDA0"])
+    cells, cupy, _ = device
+    copier, why = pick_copier(cells)
+    assert copier.name == "threads"
+    assert "pip install" in why
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy.runtime.getDeviceCount = lambda: 2
+    assert way_of(["CUDA0", "CUDA1"]) == "by cupy, asynchronously on streams of its own"
+    assert pick_copier(cells)[0].name == "cupy"
+    cupy.runtime.getDeviceCount = lambda: 0
+    assert "no CUDA device" in way_of(["CUDA0"])
