@@ -40,7 +40,7 @@ def judge(
 ) -> dict[str, Any]:
     """Measure A-B-B-A pairs (A is on) and judge them. A `budget_s` may shorten the run to fewer pairs."""
     first = sides.reference()
-    reference = Reference(first.tokens, first.margins)
+    reference = Reference(first.tokens, first.others)
     counts = {True: TokenCount(), False: TokenCount()}
     effect, probe_s = 0, 0.0
     for _ in range(N_PROBES):
@@ -115,11 +115,11 @@ def _status(guard: GuardKind, counts: dict[bool, TokenCount]) -> dict[str, Any]:
         }
     if changed is None or guard is GuardKind.CLOSE:
         return {"status": ACTED, "reason": None}
-    margin = "" if changed.margin is None else f" (no other was within {changed.margin:.2f} nats of that one)"
+    behind = "far" if changed.behind is None else f"{changed.behind:.2f} nats"
     return {
         "status": TOKENS_CHANGED,
         "reason": f"it promises {guard.value} and session {changed.session} got token {changed.got} in place of "
-        f"{changed.expected}{margin} at position {changed.position}",
+        f"{changed.expected} at position {changed.position}, {behind} behind",
     }
 
 

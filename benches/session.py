@@ -20,8 +20,9 @@ from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingPar
 from . import interrupt
 from .errors import BenchError
 from .loads import Load, Sizes, arriving_prompt, resident_prompt
+from .tokens import Others, best_others
 
-N_PROBS = 4  # alternatives looked at for the margin; the end of text may be among them
+N_PROBS = 4  # alternatives looked at where another run may go another way; the end of text may be among them
 STUCK_S = 30.0
 
 
@@ -65,9 +66,7 @@ class Block:
     tokens: list[list[int]]
     n_recomputed: int  # prompt tokens that were not in the slots any more
     effects: dict[str, int] = field(default_factory=dict)  # what each plugin counted while it was timed
-    margins: list[list[float]] = field(
-        default_factory=list
-    )  # of a reference: logit of each token above the next best one
+    others: list[list[Others]] = field(default_factory=list)  # of a reference: what else the model could have said
 
     def json(self) -> dict[str, Any]:
         """Plain values."""
@@ -102,20 +101,20 @@ class Session:
     # -- what is done
 
     def prepare(self) -> Block:
-        """Compute the sessions' prompts once. The reference: a block with the margin of every token."""
+        """Compute the sessions' prompts once. The reference: a block with the other candidates of every token."""
         self.engine.deliver = self._arrived
         self.engine.plugins.start(self.engine)
         self._home()
         for slot in self.engine.slots:
             self.engine.scheduler.clear(slot)
         self._do([self._request(i, 1) for i in range(self.load.n_sessions)])
-        return self.block(with_margins=True)
+        return self.block(with_others=True)
 
-    def block(self, with_margins: bool = False) -> Block:
+    def block(self, with_others: bool = False) -> Block:
         """One block, from the sessions' prompts on."""
         self._home()
         self._tidy()
-        n_probs = N_PROBS if with_margins else 0
+        n_probs = N_PROBS if with_others else 0
         window = self._mixed(n_probs) if self.load.has_prompt else self._decode(n_probs)
         streams, begin, end = window.streams, window.begin, window.end
         sessions = streams[: self.load.n_sessions]
@@ -141,7 +140,7 @@ class Session:
             [stream.tokens for stream in streams],
             sum(lost),
             window.effects,
-            margins=[_margins(stream, self.engine.vocab.is_eog) for stream in streams] if with_margins else [],
+            others=[best_others(stream.probs, self.engine.vocab.is_eog) for stream in streams] if with_others else [],
         )
 
     def toggle(self, name: str, enabled: bool) -> None:
@@ -269,12 +268,3 @@ class Session:
 
 def _greedy(n_probs: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, ignore_eos=True, seed=1, n_probs=n_probs)
-
-
-def _margins(stream: Stream, is_eog: Callable[[int], bool]) -> list[float]:
-    """How far each token was above the best other one that may be sampled; infinite when there is none."""
-    out = []
-    for prob in stream.probs:
-        others = [p for token, p in prob.top if token != prob.id and not is_eog(token)]
-        out.append(prob.prob - max(others) if others else float("inf"))
-    return out

@@ -115,7 +115,7 @@ def _record(config: Any, model: Any, synthetic: str) -> dict[str, Any]:
 
 
 def measure(engine: Any, name: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
-    """One cell: a reference with margins, a block to learn in, pairs of blocks, the ceiling."""
+    """One cell: a reference with other candidates, a block to learn in, pairs of blocks, the ceiling."""
     cell = CELLS[name]
     for slot in engine.slots:
         engine.scheduler.clear(slot)
@@ -123,7 +123,7 @@ def measure(engine: Any, name: str, args: argparse.Namespace, bar: Any) -> dict[
     with speaking:
         sessions = Sessions(engine, cell, args.depth, args.tokens)
         sessions.block(False)  # computes the prompts
-        first = sessions.block(False, with_margins=not cell.scripted)
+        first = sessions.block(False, with_others=not cell.scripted)
         bar.update(2)
         sessions.block(True)
         bar.update(1)
@@ -133,7 +133,7 @@ def measure(engine: Any, name: str, args: argparse.Namespace, bar: Any) -> dict[
             bar.update(1)
     counts = {True: TokenCount(), False: TokenCount()}
     if not cell.scripted:
-        reference = Reference(first.tokens, first.margins)
+        reference = Reference(first.tokens, first.others)
         for on, all_of in blocks.items():
             for block in all_of:
                 counts[on].add(*reference.compare(block.tokens))

@@ -17,6 +17,7 @@ from . import interrupt
 from .errors import BenchError
 from .session import Stream
 from .spec_loads import Cell, prompt_of
+from .tokens import Others, best_others
 
 PLUGIN = "spec"
 N_PROBS = 4
@@ -30,7 +31,7 @@ class Block:
     rate: float
     neighbour_rate: float
     tokens: list[list[int]] = field(default_factory=list)
-    margins: list[list[float]] = field(default_factory=list)
+    others: list[list[Others]] = field(default_factory=list)
     counts: dict[str, Any] = field(default_factory=dict)  # of the plugin, over this block
 
 
@@ -53,9 +54,9 @@ class Sessions:
         has_neighbours = self.cell.n_drafting < len(self.cell.texts)
         return self.n_tokens * (8 if has_neighbours and session < self.cell.n_drafting else 1)
 
-    def block(self, on: bool, with_margins: bool = False) -> Block:
+    def block(self, on: bool, with_others: bool = False) -> Block:
         """Every session continues its prompt; measured while all of them generate."""
-        engine, n_probs = self.engine, N_PROBS if with_margins else 0
+        engine, n_probs = self.engine, N_PROBS if with_others else 0
         engine.plugins.toggle(PLUGIN, on)
         before = report(engine)
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, n_probs=n_probs)
@@ -84,7 +85,7 @@ class Sessions:
             sum(rates[: self.cell.n_drafting]) / min(n_all, self.cell.n_drafting),
             sum(neighbours) / len(neighbours) if neighbours else 0.0,
             [stream.tokens for stream in streams],
-            [_margins(stream) for stream in streams] if with_margins else [],
+            [best_others(stream.probs) for stream in streams] if with_others else [],
             _since(before, report(engine)),
         )
 
@@ -112,14 +113,6 @@ class Sessions:
                 stream.tokens, stream.probs, stream.finished = list(event.tokens), list(event.probs), True
             elif isinstance(event, Failed):
                 raise BenchError(f"the engine refused a request: {event.message}")
-
-
-def _margins(stream: Stream) -> list[float]:
-    """How far each token was above the best other one."""
-    best = [[p for token, p in prob.top if token != prob.id] for prob in stream.probs]
-    return [
-        prob.prob - max(others) if others else float("inf") for prob, others in zip(stream.probs, best, strict=True)
-    ]
 
 
 def report(engine: Engine) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Sides(Protocol):
     how: str
 
     def reference(self) -> Block:
-        """A block with the plugin off and the margin of each token; everything is loaded and warm after it."""
+        """A block with the plugin off and the other candidates of each token; everything is loaded and warm after it."""
 
     def block(self, enabled: bool) -> Block:
         """A block with the plugin on or off."""

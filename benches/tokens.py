@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from llamamg.request import TokenProb
+
+Others = list[tuple[int, float]]  # token, nats
 TIE_MARGIN = 0.5  # nats between the two best tokens; other batch shapes move quantized models by up to about this much
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token at which a session went another way. `margin` is None where it is not known."""
+    """The first token at which a session went another way. `behind`: by how many nats the reference preferred its own token
+    to the one that came; None when it is not among the reference's best, or nothing is known of them."""
 
     session: int
     position: int
     expected: int
     got: int
-    margin: float | None
+    behind: float | None
 
     @property
     def tie(self) -> bool:
-        """Whether the two best tokens were too near to call."""
-        return self.margin is not None and self.margin < TIE_MARGIN
+        """Whether the two tokens were too near to call. That two others were near each other excuses nothing."""
+        return self.behind is not None and self.behind < TIE_MARGIN
 
 
 @dataclass(slots=True)
@@ -51,10 +55,10 @@ class TokenCount:
 
 @dataclass(slots=True)
 class Reference:
-    """What the sessions generate with the plugin off, and how sure the model was."""
+    """What the sessions generate with the plugin off, and what else the model could have said: `best_others`."""
 
     tokens: list[list[int]]
-    margins: list[list[float]] = field(default_factory=list)
+    others: list[list[Others]] = field(default_factory=list)
 
     def compare(self, tokens: Sequence[Sequence[int]]) -> tuple[list[Difference], int]:
         """The first difference of each session, and how many tokens were compared."""
@@ -65,9 +69,16 @@ class Reference:
             at = next((i for i in range(n) if expected[i] != got[i]), None)
             n_compared += n if at is None else at + 1
             if at is not None:
-                found.append(Difference(session, at, expected[at], got[at], self._margin(session, at)))
+                found.append(Difference(session, at, expected[at], got[at], self._behind(session, at, got[at])))
         return found, n_compared
 
-    def _margin(self, session: int, at: int) -> float | None:
-        margins = self.margins[session] if session < len(self.margins) else []
-        return margins[at] if at < len(margins) and margins[at] != float("inf") else None
+    def _behind(self, session: int, at: int, token: int) -> float | None:
+        others = self.others[session] if session < len(self.others) else []
+        return dict(others[at]).get(token) if at < len(others) else None
+
+
+def best_others(probs: Sequence[TokenProb], is_eog: Callable[[int], bool] = lambda token: False) -> list[Others]:
+    """For each token given, the other candidates that may be sampled and how many nats each was behind it."""
+    return [
+        [(token, prob.prob - p) for token, p in prob.top if token != prob.id and not is_eog(token)] for prob in probs
+    ]

@@ -27,7 +27,8 @@ class World:
         self.at = int(np.random.default_rng(seed).integers(len(STEP_MS)))  # in order: noise comes in waves
         self.last_s = 0.0
         self.flips = False
-        self.margin = 3.0  # nats, of every token
+        self.margin = 3.0  # nats, of every token above `other`
+        self.other = ord("x")  # what the model would have said else
 
     def clock(self) -> float:
         return self.now_s
@@ -53,7 +54,7 @@ class WorldRunner(FakeRunner):
             output.tokens[0] = ord("x")
         if row.sequence.sampler.params.n_probs:
             token, margin = output.tokens[0], self.world.margin
-            output.probs = [TokenProb(token, -0.1, ((token, -0.1), (33, -0.1 - margin)))]
+            output.probs = [TokenProb(token, -0.1, ((token, -0.1), (self.world.other, -0.1 - margin)))]
         return output
 
 

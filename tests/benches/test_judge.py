@@ -65,6 +65,14 @@ def test_a_near_tie_is_counted_and_allowed() -> None:
     assert result["tokens"]["on"]["n_ties"] > 0
 
 
+def test_two_tokens_near_each_other_do_not_excuse_a_third() -> None:
+    """What a context computes from somebody else's state comes from far behind, whatever the best two are like."""
+    result = row("flips", n_pairs=3, margin=0.1, other=33)
+    assert result["status"] == TOKENS_CHANGED
+    assert result["tokens"]["on"]["n_ties"] == 0
+    assert "far behind" in result["reason"]
+
+
 def test_a_plugin_that_promises_bits_may_not_change_a_near_tie() -> None:
     assert row("flips", n_pairs=3, margin=0.1, guard=GuardKind.EXACT)["status"] == TOKENS_CHANGED
 

@@ -62,7 +62,7 @@ def fine() -> dict[str, Any]:
     ("change", "word"),
     [
         ({"soak": Counts(errors=["boom"]).json()}, "boom"),
-        ({"equal": {"burst": {"n": 9, "changed": [{"at": 3}]}}}, "differ"),
+        ({"equal": {"burst": {"n": 9, "changed": [{"at": 3, "behind_nats": 0.9}]}}}, "differ"),
         ({"n_busy_slots": 1}, "busy"),
         ({"alive": False}, "ended"),
         ({"bad_words_in_log": ["quarantine"]}, "quarantine"),
@@ -77,11 +77,17 @@ def test_every_failure_is_said(change: dict[str, Any], word: str) -> None:
 
 
 def test_a_control_says_how_many_change_by_themselves() -> None:
-    changed = {"n": 10, "changed": [{"at": 1}] * 3}
-    found = {**fine(), "equal": {"burst": changed, "control": {"n": 10, "changed": [{"at": 1}] * 2}}}
+    one = {"at": 1, "behind_nats": 0.9}
+    found = {**fine(), "equal": {"burst": {"n": 10, "changed": [one] * 3}, "control": {"n": 10, "changed": [one] * 2}}}
     assert soak.failures(found) == []
-    found["equal"]["control"] = {"n": 10, "changed": [{"at": 1}]}
+    found["equal"]["control"] = {"n": 10, "changed": [one]}
     assert "differ" in soak.failures(found)[0]
+
+
+def test_a_control_does_not_excuse_a_token_from_far_behind() -> None:
+    far = {"at": 1, "behind_nats": None}
+    found = {**fine(), "equal": {"burst": {"n": 10, "changed": [far]}, "control": {"n": 10, "changed": [far] * 5}}}
+    assert "not among the 20 best" in soak.failures(found)[0]
 
 
 def test_a_soak_of_a_real_server(micro_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
