@@ -43,6 +43,10 @@ growing caches_of(llama_context * ctx, int32_t seq) {
         if (found.index && ctx->get_model().arch != LLM_ARCH_QWEN4EXP) {
             throw std::runtime_error("this architecture keeps groups of cells besides");
         }
+        if (hybrid->get_qsa() && hybrid->get_qsa()->is_lean()) {
+            // Rows that come back would have no pooled keys, and nothing to make them of.
+            throw std::runtime_error("raw index keys are dropped (leave out --qsa-drop-raw-keys)");
+        }
     } else if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         found.attention = hybrid->get_mem_attn();
     } else if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {

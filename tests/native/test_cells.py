@@ -193,3 +193,17 @@ def test_what_cannot_be_is_refused_and_changes_nothing(smol: Model, library: Lib
             with pytest.raises(NativeError, match="not in the"):
                 cells.copy(0, True, range(1), cell, n, block.ctypes.data, row)
         np.testing.assert_array_equal(state(context, 0), before)
+
+
+def test_cells_without_raw_index_keys_are_not_copied(library: Library, micro: Model) -> None:
+    """Rows that come back would lack pooled keys, and every later ubatch of the sequence would fail."""
+    if not library.patched:
+        pytest.skip("the unpatched build has no native QSA")
+    library.mg.set_switch("qsa-drop-raw", 1)
+    try:
+        with qsa(library, 1), Context(micro) as context:
+            assert "leave out --qsa-drop-raw-keys" in cells_of(context).reason
+    finally:
+        library.mg.set_switch("qsa-drop-raw", 0)
+    with qsa(library, 1), Context(micro) as context:
+        assert cells_of(context).reason == ""

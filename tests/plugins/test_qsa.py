@@ -85,11 +85,11 @@ def engine(library: Library, micro_model: Path) -> Iterator[Callable[..., Engine
     library.mg.set_switch("qsa-drop-raw", 0)
 
 
-def answer(engine: Engine, seed: int = 1, n_predict: int = 12) -> tuple[int, ...]:
+def answer(engine: Engine, seed: int = 1, n_predict: int = 12, cache_prompt: bool = False) -> tuple[int, ...]:
     """Greedy tokens after a prompt of 30 tokens: everything visible is selected."""
     prompt = np.random.default_rng(seed).integers(1000, 5000, 30, dtype=np.int32)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-    request = Request(prompt, sampling, n_predict=n_predict, return_tokens=True, cache_prompt=False)
+    request = Request(prompt, sampling, n_predict=n_predict, return_tokens=True, cache_prompt=cache_prompt)
     events: list[Any] = []
     engine.deliver = events.extend
     engine.submit(request)
@@ -208,3 +208,15 @@ def test_without_raw_keys_the_toggle_is_gone(engine: Callable[..., Engine], libr
     assert (library.mg.switch("qsa"), library.mg.switch("qsa-drop-raw")) == (1, 1)
     assert "raw index keys are dropped, so only a restart switches it off" in view(made).note
     assert answer(made) == wanted[0]
+
+
+def test_without_raw_keys_prompts_that_left_their_slot_are_computed_again(engine: Callable[..., Engine]) -> None:
+    """The cache copies rows of cells, and pooled keys are not among them: it has to keep nothing."""
+    options = {"qsa": {"drop-raw-keys": "on"}}
+    made = engine(PluginsConfig(enable=("qsa", "async-cache"), only=True, options=options))
+    made.plugins.start(made)
+    wanted = [answer(made, seed, cache_prompt=True) for seed in (1, 2, 3)]
+    assert [answer(made, seed, cache_prompt=True) for seed in (1, 2, 3)] == wanted
+    note = next(view.note for view in made.plugins.views() if view.name == "async-cache")
+    assert "keeps nothing" in note
+    assert "leave out --qsa-drop-raw-keys" in note
