@@ -16,6 +16,10 @@ from .loads import Load, Sizes
 DEFAULTS = Sizes()
 
 
+# Slots that are saved between blocks would be timed with them; `bench cache` is for that.
+NO_CACHE = ("-cram", "0")
+
+
 def add_sizes(parser: argparse.ArgumentParser, d: Sizes = DEFAULTS) -> None:
     """How much work a block is; `d` has the defaults."""
     parser.add_argument(
@@ -54,7 +58,7 @@ def serve_flags(model: Path, loads: Sequence[Load], sizes: Sizes, given: Sequenc
         if word in ("-np", "--parallel") and given[i + 1].isdigit():
             n_slots = int(given[i + 1])
     n_ctx = n_slots * -(-max(sizes.needed(load) for load in loads) // 256) * 256
-    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
+    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *NO_CACHE, *given]
 
 
 def record_of(build: Path | None, *models: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from llamamg.plugins.selection import declaration_of, select, unknown
 from llamamg.replay_alone import forbidden
 
 from . import record
-from .arguments import add_results, record_of
+from .arguments import NO_CACHE, add_results, record_of
 from .check_judge import alone, broken, misfed, missing, same_shapes, settle
 from .check_trace import N_SLOTS, Sizes, trace
 from .errors import BenchError
@@ -108,7 +108,7 @@ def _inapplicable(rows: list[dict[str, Any]]) -> list[str]:
 
 def _flags(model: Path, sizes: Sizes, given: list[str]) -> list[str]:
     n_ctx = N_SLOTS * sizes.n_ctx_slot
-    return ["-m", str(model), "-np", str(N_SLOTS), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
+    return ["-m", str(model), "-np", str(N_SLOTS), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *NO_CACHE, *given]
 
 
 def _names(asked: list[str], config: Config) -> list[str]:

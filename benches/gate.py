@@ -17,7 +17,7 @@ import numpy as np
 from llamamg.plugins.testing import unconfigured
 
 from . import program, record
-from .arguments import add_results, record_of
+from .arguments import NO_CACHE, add_results, record_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models
 from .gate_stage import Policy, Stage, Switched
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     n_slots = args.decoders + args.prompts + (args.short > 0)
     need = max(args.depth + args.alone + 64 * len(policies) + 4096, args.prompt + 64)
     n_ctx = n_slots * -(-need // 256) * 256
-    flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
+    flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *NO_CACHE, *given]
     config = config_of(flags)
     plugins = unconfigured(Switched, enable=(Switched.declaration.name,))
     with record.ResultFolder(NAME, args.results) as folder, opened(config, plugins) as engine:

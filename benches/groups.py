@@ -25,7 +25,7 @@ from tqdm import tqdm
 from llamamg import paths
 
 from . import program, record
-from .arguments import add_results
+from .arguments import NO_CACHE, add_results
 from .errors import BenchError
 from .flags import config_of, model_path, take_models
 from .json_child import JsonChild
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     # While the others' prompts are computed, at eight tokens a step or more, the first one decodes.
     n_early = n_slots * (args.depth // 8 + 8)
     n_ctx = n_slots * (-(-(args.depth + args.tokens + n_early + 8) // 256) * 256)
-    flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *given]
+    flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *NO_CACHE, *given]
     config_of(flags)  # what is wrong with them is said before anything is started
     # Groups at the servers' most threads are no use: they compute at the same time.
     sides = [(t, g) for g in groups for t in threads if g == 1 or t == min(threads)]

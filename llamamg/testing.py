@@ -131,6 +131,7 @@ class FakeKV(KVCache):
             f"sequence {source} goes back at its next decode, and libllama would not copy that"
         )
         self.held[target] = list(self.held[source])
+        self.rows[target] = list(self.held[source])
         self.copies.append((source, target))
 
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
@@ -160,6 +161,7 @@ class FakeKV(KVCache):
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = 1) -> bool:
         self._touch(seq_id)
         self.held[seq_id] = data.view(np.int32).tolist()
+        self.rows[seq_id] = list(self.held[seq_id])
         self.cut.discard(seq_id)
         return True
 
@@ -172,6 +174,8 @@ class FakeKV(KVCache):
         self.transfers.append((source, target))
         swap = 0 < 4 * len(self.held[target]) <= swap_bytes_max
         self.held[source], self.held[target] = (self.held[target] if swap else []), self.held[source]
+        for seq_id in (source, target):
+            self.rows[seq_id] = list(self.held[seq_id])
         self.cut = (self.cut - {source, target}) | ({target} if source in self.cut else set())
         return swap
 

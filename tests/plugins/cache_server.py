@@ -22,12 +22,21 @@ def by_history(sequence: Sequence, so_far: list[int]) -> int:
 class Server:
     """A fake engine stepped by the test, with the cache on."""
 
-    def __init__(self, n_slots: int = 1, *, hybrid: bool = False, **options: str) -> None:
+    def __init__(
+        self, n_slots: int = 1, *, hybrid: bool = False, n_groups: int = 1, n_prefill_slots: int = 0, **options: str
+    ) -> None:
         self.plugins = on(AsyncCache, options={"async-cache": options})
         self.engine: Engine
         self.runner: FakeRunner
         self.engine, self.runner, self.events = fake_engine(
-            n_slots, n_ctx_slot=4096, hybrid=hybrid, plugins=self.plugins, next_token=by_history, n_batch=512
+            n_slots,
+            n_ctx_slot=4096,
+            hybrid=hybrid,
+            plugins=self.plugins,
+            next_token=by_history,
+            n_batch=512,
+            n_groups=n_groups,
+            n_prefill_slots=n_prefill_slots,
         )
         self.plugins.start(self.engine)
 

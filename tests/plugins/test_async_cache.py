@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cache_server import Server, alone, talk
+from prometheus_client import generate_latest
 
 from llamamg import N_ROWS
 from llamamg.testing import ask
@@ -294,3 +295,36 @@ def test_a_slow_copy_is_given_up_where_the_next_user_writes(serve: Callable[...,
     assert server.run(again) == [alone(first, 4)]
     n_kept = server.n_cached(again)
     assert 0 < n_kept < 2999, "what was copied by then is kept, the rest is not"
+
+
+@pytest.mark.parametrize("n_prefill", [0, 1])
+def test_in_several_contexts(n_prefill: int) -> None:
+    """Slots of two groups, prompts perhaps in a context of their own: sequences move, and answers stay what they are."""
+    server = Server(4, n_groups=2, n_prefill_slots=n_prefill)
+    system = talk(300, 0)
+    talks = [system + talk(150 + 60 * i, 30 + i) for i in range(7)]
+    for turn in range(3):
+        requests = [ask(t, n_predict=5) for t in talks]
+        answers = server.run(*requests)
+        for i, (t, answer) in enumerate(zip(talks, answers, strict=True)):
+            assert answer == alone(t, 5), f"turn {turn}, conversation {i}"
+        talks = [
+            t + list(a.encode()) + talk(30, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
+        ]
+    assert server.cache.n_hits > 0
+    assert server.plugins.enabled() == ["async-cache"]
+    server.stop()
+
+
+def test_what_happened_is_in_the_metrics(serve: Callable[..., Server]) -> None:
+    server = serve(1)
+    for seed in (1, 2, 1):
+        server.run(ask(talk(600, seed), n_predict=2))
+    text = generate_latest(server.plugins.registry).decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(found["llamamg:async_cache_hits_total"]) == 1
+    assert float(found["llamamg:async_cache_misses_total"]) == 2
+    assert float(found["llamamg:async_cache_restored_tokens_total"]) == 600 == server.cache.effect
+    assert float(found["llamamg:async_cache_saved_bytes_total"]) == 4 * 2 * 601
+    assert float(found["llamamg:async_cache_bytes"]) == 6 * 4 * N_ROWS
+    assert "threads: the cache is in main memory" in server.cache.note
