@@ -48,7 +48,8 @@ from .tables import word
 NAME = "ablation"
 HELP = "every plugin once: what each one gains, under each load, on each model"
 SERVE_FLAGS = True
-CHOICES = {"spec": ["--spec-type", "suffix"]}  # what a plugin waits for its user to choose
+# What a plugin waits for its user to choose; the cache is off in other rows.
+CHOICES = {"spec": ["--spec-type", "suffix"], "async-cache": ["-cram", "1024"]}
 DEFAULT_MODELS = ("demo", "micro")
 DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
 

@@ -58,7 +58,8 @@ def serve_flags(model: Path, loads: Sequence[Load], sizes: Sizes, given: Sequenc
         if word in ("-np", "--parallel") and given[i + 1].isdigit():
             n_slots = int(given[i + 1])
     n_ctx = n_slots * -(-max(sizes.needed(load) for load in loads) // 256) * 256
-    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *NO_CACHE, *given]
+    cache = () if all(load.returns for load in loads) else NO_CACHE
+    return ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", *cache, *given]
 
 
 def record_of(build: Path | None, *models: Path) -> dict[str, Any]:

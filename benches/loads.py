@@ -61,16 +61,18 @@ class Load:
     ends_early: tuple[int, ...] = ()  # sessions that end as soon as all decode
     has_prompt: bool = False  # one slot more, for a prompt computed beside the decoders
     repeats: bool = False  # sessions hold a text and begin to repeat it
+    returns: bool = False  # all sessions share one slot; the first one comes back after the others had it
     n_pairs: int = 40  # enough to find 5 % on a machine whose blocks spread by that much
 
     @property
     def n_slots(self) -> int:
         """Slots it takes."""
-        return self.n_sessions + self.has_prompt
+        return 1 if self.returns else self.n_sessions + self.has_prompt
 
 
 DECODE = ("decode_tps", "itl_p99_ms", "itl_max_ms")
 MIXED = ("itl_max_ms", "itl_p99_ms", "prefill_tps", "decode_tps")
+RETURN = ("prefill_tps", "decode_tps")
 LOADS = {
     load.name: load
     for load in (
@@ -78,6 +80,7 @@ LOADS = {
         Load("five", "five sessions, of which the second and the fourth end at once: gaps between busy slots", 5, DECODE, (1, 3)),
         Load("mixed", "two sessions decode while a prompt arrives", 2, MIXED, has_prompt=True, n_pairs=10),
         Load("rewrite", "one session repeats a text it has just read", 1, DECODE, repeats=True),
+        Load("return", "a conversation comes back to a slot that another one had meanwhile", 2, RETURN, returns=True, n_pairs=10),
     )
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from .tokens import Others, best_others
 
 N_PROBS = 4  # alternatives looked at where another run may go another way; the end of text may be among them
 STUCK_S = 30.0
+PAUSE_S = 0.4  # between two conversations of the load that returns
 
 
 @dataclass(slots=True)
@@ -107,7 +108,12 @@ class Session:
         self._home()
         for slot in self.engine.slots:
             self.engine.scheduler.clear(slot)
-        self._do([self._request(i, 1) for i in range(self.load.n_sessions)])
+        if self.load.returns:
+            for i in range(self.load.n_sessions):
+                self._do([self._request(i, 1)])
+                self._leave()
+        else:
+            self._do([self._request(i, 1) for i in range(self.load.n_sessions)])
         return self.block(with_others=True)
 
     def block(self, with_others: bool = False) -> Block:
@@ -115,9 +121,12 @@ class Session:
         self._home()
         self._tidy()
         n_probs = N_PROBS if with_others else 0
-        window = self._mixed(n_probs) if self.load.has_prompt else self._decode(n_probs)
+        if self.load.returns:
+            window = self._return(n_probs)
+        else:
+            window = self._mixed(n_probs) if self.load.has_prompt else self._decode(n_probs)
         streams, begin, end = window.streams, window.begin, window.end
-        sessions = streams[: self.load.n_sessions]
+        sessions = streams[: 1 if self.load.returns else self.load.n_sessions]
         gaps_ms = 1e3 * np.array([gap for stream in sessions for gap in stream.gaps(begin, end)])
         n = sum(stream.between(begin, end) for stream in sessions)
         if n == 0 or len(gaps_ms) == 0 or end <= begin:
@@ -134,7 +143,9 @@ class Session:
         }
         if self._arriving is not None:
             metrics["prefill_tps"] = len(self._arriving) / (end - begin)
-        lost = [len(p) - s.n_cached for p, s in zip(self._prompts, sessions, strict=True)]
+        if self.load.returns:  # from the request to its first token, whatever of the prompt was computed
+            metrics["prefill_tps"] = len(self._prompts[0]) / (sessions[0].stamps[0] - begin)
+        lost = [len(p) - s.n_cached for p, s in zip(self._prompts, sessions, strict=False)]
         return Block(
             metrics,
             [stream.tokens for stream in streams],
@@ -188,6 +199,25 @@ class Session:
         self._stop(requests)
         return Window([*streams, arriving], begin, arriving.stamps[-1], effects)
 
+    def _return(self, n_probs: int) -> Window:
+        for other in range(1, self.load.n_sessions):
+            self._do([self._request(other, 1)])
+            self._leave()
+        request = self._request(0, self.sizes.n_predict(self.load), n_probs)
+        effects, begin = self._effects(), self._clock()
+        stream = self._submit(request)
+        self._until(lambda: stream.finished or (bool(stream.counts) and stream.counts[-1] >= self.sizes.n_tokens))
+        end = stream.stamps[-1]
+        effects = self._since(effects)
+        self._stop([request])
+        self._leave()
+        return Window([stream], begin, end, effects)
+
+    def _leave(self) -> None:
+        """Nobody wants the slot for a moment: what plugins do meanwhile gets the time that it has between two messages."""
+        time.sleep(PAUSE_S)
+        self._tidy()
+
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.cancel(request.id)
@@ -204,8 +234,9 @@ class Session:
         return {name: effect - before.get(name, 0) for name, effect in self._effects().items()}
 
     def _request(self, session: int, n_predict: int, n_probs: int = 0) -> Request:
+        slot = 0 if self.load.returns else session
         return Request(
-            self._prompts[session], _greedy(n_probs), n_predict, id_slot=session, stream=True, return_tokens=True
+            self._prompts[session], _greedy(n_probs), n_predict, id_slot=slot, stream=True, return_tokens=True
         )
 
     def _do(self, requests: list[Request]) -> list[Stream]:
