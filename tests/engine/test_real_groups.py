@@ -260,7 +260,9 @@ def check_alone(path: Path, requests: list[Any], answers: list[Any]) -> tuple[in
     made.runner.close()
     lib.llama.llama_model_free(model)
     # The random model does so in one context too: 3 of 4669 tokens, up to 1.05 nats behind; here 3 of 5170.
-    assert len(missed) <= max(1, n // 500), missed
+    # Over rpc-servers 3 of 989 and 3 of 1118; tokens of a wrong state come from 12 to 15 nats behind.
+    assert len(missed) <= max(4, n // 250), missed
+    assert all(d.behind < 3.0 for d in missed), missed
     return n, n_ties + len(missed)
 
 
