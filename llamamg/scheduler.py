@@ -272,6 +272,9 @@ class Scheduler:
         return state
 
     def _admit(self, state: StepState, free: Seq[int]) -> None:
+        if self._calls.hooks.find_prefix:
+            # A moved sequence's cells are copied in the next decode; until then nothing may be restored over them.
+            free = [context for context in free if self._arranger.is_settled(context)]
         begun, refused = self._admission.admit(state, free)
         for waiting, failed in refused:
             self.outbox.append((waiting.request.id, failed))

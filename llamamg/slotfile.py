@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,12 +17,13 @@ from llamamg.blocks import N_ROWS, Bytes, Cells, StateCopy
 from llamamg.slot import Checkpoint, Slot
 from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, model_identity
 from llamamg.statefile.write import write_state_file
-from llamamg.transfer import Piece, StateWork, Transfer, Work, Workers, pick_copier
+from llamamg.transfer import Piece, Transfer, Workers, pick_copier
 
 if TYPE_CHECKING:
     from llamamg.request import Tokens
 
 N_PLACE = 8 * N_ROWS  # cells given out between two steps
+RETRY_S = 0.0005  # until the context is between two batches
 
 
 class SlotBusy(Exception):
@@ -100,6 +103,13 @@ def _idle(engine: Any, id_slot: int) -> Slot:
     return slot
 
 
+def _whole(copying: StateCopy, data: Bytes) -> None:
+    try:
+        copying.copy(data, 0, copying.n_bytes)
+    finally:
+        copying.close()
+
+
 class _Job:
     """One slot, reserved while it is copied: requests that want it wait."""
 
@@ -107,7 +117,6 @@ class _Job:
         self._engine, self._id = engine, id_slot
         self.cells, self.identity, self.model, self.n_ctx = engine.call(_facts).result()
         self._copier = pick_copier(self.cells)[0]
-        self._copying: StateCopy | None = None
 
     def header(self, content: _Content) -> Header:
         """The header of a file with this content."""
@@ -126,42 +135,40 @@ class _Job:
         """Copy the slot to host memory."""
         workers = Workers(1)
         try:
-            content, transfer, copying = self._engine.call(lambda engine: self._begin_read(engine, workers)).result()
+            content, transfer = self._engine.call(lambda engine: self._begin_read(engine, workers)).result()
             transfer.wait()
         finally:
             workers.stop()
-        self._engine.call(lambda engine: self._end(engine, copying)).result()
+        self._engine.call(lambda engine: self._end(engine)).result()
         if transfer.error is not None:
             raise RuntimeError(f"the slot could not be copied: {transfer.error}")
         return content  # type: ignore[no-any-return]
 
-    def _begin_read(self, engine: Any, workers: Workers) -> tuple[_Content, Transfer, StateCopy | None]:
+    def _begin_read(self, engine: Any, workers: Workers) -> tuple[_Content, Transfer]:
         slot = _idle(engine, self._id)
         tokens = slot.tokens.view().copy()
         n = len(tokens)
         blocks = [np.zeros(self.cells.layout.n_block_bytes, np.uint8) for _ in range(-(-n // N_ROWS))]
-        states, copying = list(slot.checkpoints), None
-        works: list[Work] = []
+        states = list(slot.checkpoints)
         where = self.cells.find(slot.seq_id, 0, n) if n else np.empty(0, np.int32)
         if n and engine.kv.needs_checkpoints and all(c.n_tokens != n for c in states):
+            # At once: a decode of others may swap the rows in which recurrent states lie.
             copying = self.cells.save_state(slot.seq_id)
             data = np.empty(copying.n_bytes, np.uint8)
+            _whole(copying, data)
             states.append(Checkpoint(n, engine.kv.pos_min(slot.seq_id), engine.kv.pos_max(slot.seq_id), -1, data))
-            works.append(StateWork(copying, data))
         pieces = [
             Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], block.ctypes.data, 0)
             for i, block in enumerate(blocks)
         ]
         transfer = Transfer(slot.seq_id, to_host=True)
-        works += self._copier.works(slot.seq_id, True, pieces)
+        works = self._copier.works(slot.seq_id, True, pieces)
         slot.restoring = True
         workers.add(transfer, works)
         transfer.seal()
-        return _Content(tokens, blocks, states), transfer, copying
+        return _Content(tokens, blocks, states), transfer
 
-    def _end(self, engine: Any, copying: StateCopy | None) -> None:
-        if copying is not None:
-            copying.close()
+    def _end(self, engine: Any) -> None:
         engine.slots[self._id].restoring = False
 
     def write(self, content: _Content) -> None:
@@ -173,10 +180,8 @@ class _Job:
             try:
                 for pos in range(0, len(content.tokens), N_PLACE):
                     end = min(pos + N_PLACE, len(content.tokens))
-                    self._engine.call(
-                        lambda engine, pos=pos, end=end: self._place(workers, transfer, content, pos, end)
-                    ).result()
-                self._engine.call(lambda engine: self._load(engine, workers, transfer, content)).result()
+                    self._when_free(partial(self._place, workers, transfer, content, pos, end))
+                self._when_free(lambda engine: self._load(engine, transfer, content))
             except Exception as failed:
                 error = failed
             transfer.seal()
@@ -188,13 +193,25 @@ class _Job:
         if error is not None:
             raise RuntimeError(f"the slot could not be filled: {error}")
 
+    def _when_free(self, function: Callable[[Any], None]) -> None:
+        """Run `function` on the engine thread while nothing is computed in the slot's context: it changes its memory."""
+
+        def tried(engine: Any) -> bool:
+            if not engine.runner.is_free(engine.slots[self._id].context):
+                return False
+            function(engine)
+            return True
+
+        while not self._engine.call(tried).result():
+            time.sleep(RETRY_S)
+
     def _begin_write(self, engine: Any) -> Transfer:
         slot = _idle(engine, self._id)
         engine.scheduler.clear(slot)
         slot.restoring = True
         return Transfer(slot.seq_id, to_host=False)
 
-    def _place(self, workers: Workers, transfer: Transfer, content: _Content, pos: int, end: int) -> None:
+    def _place(self, workers: Workers, transfer: Transfer, content: _Content, pos: int, end: int, engine: Any) -> None:
         where = self.cells.place(transfer.seq_id, pos, content.tokens[pos:end])
         pieces = [
             Piece(at, where[at - pos : min(at + N_ROWS, end) - pos], content.blocks[at // N_ROWS].ctypes.data, 0)
@@ -202,19 +219,18 @@ class _Job:
         ]
         workers.add(transfer, self._copier.works(transfer.seq_id, False, pieces))
 
-    def _load(self, engine: Any, workers: Workers, transfer: Transfer, content: _Content) -> None:
+    def _load(self, engine: Any, transfer: Transfer, content: _Content) -> None:
         n = len(content.tokens)
         if not n or not engine.kv.needs_checkpoints:
             return
         last = next((c for c in content.states if c.n_tokens == n), None)
         if last is None:
             raise StateFileError("it lacks the state behind its last token")
-        self._copying = self.cells.load_state(transfer.seq_id, last.data)
-        workers.add(transfer, [StateWork(self._copying, last.data)])
+        _whole(self.cells.load_state(transfer.seq_id, last.data), last.data)
 
     def _finish(self, engine: Any, content: _Content, error: Exception | None) -> None:
         slot: Slot = engine.slots[self._id]
-        self._end(engine, self._copying)
+        self._end(engine)
         if error is not None:
             engine.scheduler.clear(slot)
             return

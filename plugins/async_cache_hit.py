@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg import N_ROWS, Cells, Copier, Piece, Slot, StateWork, Transfer, Workers
+from llamamg import N_ROWS, Cells, Copier, Piece, Slot, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_save import checkpoints
 from llamamg_plugins.async_cache_tree import Node, State, Tree
@@ -37,7 +37,6 @@ class Hit:
         self._tokens = np.concatenate([node.tokens for node in path])[:n_tokens]
         self._fresh: dict[int, Block] = {}  # blocks being read, by the index of their node in the path
         self._state_data: NDArray[np.uint8] | None = None
-        self._copying: Any = None
         self._state_wanted = state is not None
         self._reading: Transfer | None = None
 
@@ -115,8 +114,12 @@ class Hit:
                     raise self._reading.error
             assert self._state_data is not None
             self._state_wanted = False
-            self._copying = self._cells.load_state(self.slot.seq_id, self._state_data)
-            self._workers.add(self.transfer, [StateWork(self._copying, self._state_data)])
+            # At once, while nothing is computed here: a decode of others may swap the rows of recurrent states.
+            copying = self._cells.load_state(self.slot.seq_id, self._state_data)
+            try:
+                copying.copy(self._state_data, 0, copying.n_bytes)
+            finally:
+                copying.close()
         self.transfer.seal()
 
     def _pieces(self, pos: int, where: NDArray[np.int32]) -> Any:
@@ -142,9 +145,6 @@ class Hit:
 
     def _close(self) -> None:
         """Everything is copied or will not be: nobody uses the blocks."""
-        if self._copying is not None:
-            self._copying.close()
-            self._copying = None
         is_good = self.failed is None and self.transfer is not None and self.transfer.limit > 0
         for i, block in self._fresh.items():
             if is_good and self.path[i].block is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llamamg import N_ROWS, Cells, Checkpoint, Copier, Piece, Slot, StateWork, Transfer, Work, Workers
+from llamamg import N_ROWS, Cells, Checkpoint, Copier, Piece, Slot, Transfer, Work, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
 
@@ -38,8 +38,7 @@ class Save:
     parent: Node  # what the first part is built on
     parts: list[_Part] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
-    tail: State | None = None  # the state as the slot has it now, once it is copied
-    copying: Any = None
+    tail: State | None = None  # the state as the slot had it when it was released
     pinned: list[Node] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
     n_published: int = 0
@@ -81,12 +80,16 @@ class Saver:
         for node in path:
             self._pin(save, node)
         save.states = [_state(c) for c in slot.checkpoints if c.n_tokens <= len(tokens)]
-        works = self._state_work(slot, save, len(tokens)) if len(tokens) else []
+        works: list[Work] = []
+        if len(tokens):
+            self._take_state(slot, save, len(tokens))
         try:
-            works += self._row_works(slot, save, tokens, first, grows)
+            works = self._row_works(slot, save, tokens, first, grows)
         except MemoryError:
             log.warning("no memory for the cache of prompts: slot %d is saved in part", slot.id)
         if not works:
+            if save.tail is not None:
+                save.states.append(save.tail)
             self._attach(save)
             self._unpin(save)
             return None
@@ -97,19 +100,18 @@ class Saver:
         save.transfer.seal()
         return save
 
-    def _state_work(self, slot: Slot, save: Save, n_tokens: int) -> list[Work]:
-        """The state as it is now goes first: the slot's next user changes it at once."""
+    def _take_state(self, slot: Slot, save: Save, n_tokens: int) -> None:
+        """The state as it is now, at once: a decode of others may swap the rows in which recurrent states lie."""
         if not self._kv.needs_checkpoints or any(state.n_tokens == n_tokens for state in save.states):
-            return []
+            return
         copying = self._cells.save_state(slot.seq_id)
-        data = np.empty(copying.n_bytes, np.uint8)
+        try:
+            data = np.empty(copying.n_bytes, np.uint8)
+            copying.copy(data, 0, copying.n_bytes)
+        finally:
+            copying.close()
         pos = (self._kv.pos_min(slot.seq_id), self._kv.pos_max(slot.seq_id))
-        save.copying = copying
-
-        def done() -> None:
-            save.tail = State(n_tokens, *pos, data)
-
-        return [StateWork(copying, data, lambda: self._done.put(done))]
+        save.tail = State(n_tokens, *pos, data)
 
     def _row_works(self, slot: Slot, save: Save, tokens: Tokens, first: int, grows: Node | None) -> list[Work]:
         n = len(tokens)
@@ -185,8 +187,6 @@ class Saver:
             save.is_short = len(tokens) < len(part.tokens)
 
     def _finish(self, save: Save) -> None:
-        if save.copying is not None:
-            save.copying.close()
         self.n_cut += save.is_short or save.n_published < len(save.parts)
         if save.transfer.error is not None:
             self.n_failed += 1

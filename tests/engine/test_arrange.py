@@ -141,3 +141,43 @@ def test_five_slots_of_which_two_have_ended_stay_together(with_plugins: Callable
     assert all(batch == list(range(batch[0], batch[0] + len(batch))) for batch in ids)
     assert len(ids[-1]) == 3
     assert [texts(events)[r.id] for r in requests] == [alone(i, 4 if i in (1, 3) else 20) for i in range(5)]
+
+
+def test_nothing_is_restored_before_the_decode_that_copies_a_moved_sequence(with_plugins: Callable[..., Any]) -> None:
+    """libllama copies the cells of a move in the next decode: what was put there before would be what it copies."""
+    begun: list[int] = []
+    made: list[Any] = []
+
+    class Hit:
+        n_tokens = 8
+
+        def start(self, slot: Any, n_kept: int) -> None:
+            begun.append(len(made[0].batches))
+
+        def ready(self) -> bool:
+            return True
+
+        def restore(self, slot: Any) -> None:
+            made[0].kv.held[slot.seq_id] = prompt(1)[:8]
+
+        def abandon(self) -> None: ...
+
+    @plugin(name="store", **DECLARE)
+    class Store:
+        @hookimpl
+        def find_prefix(self, request: Any, slot: Any) -> Any:
+            return Hit() if list(request.prompt) == prompt(1) else None
+
+    engine, runner, events = with_plugins(moving([(2, 0)]), Store, n_slots=3)
+    made.append(runner)
+    first, second = ask(prompt(0), n_predict=12, id_slot=2), ask(prompt(1), n_predict=3, id_slot=0)
+    engine.submit(first)
+    engine.step()
+    engine.submit(second)
+    n_before = len(runner.batches)
+    engine.step()
+    assert runner.kv.copies == [(2, 0)]
+    assert not begun
+    run(engine)
+    assert begun == [n_before + 1]
+    assert texts(events) == {first.id: alone(0, 12), second.id: alone(1, 3)}
