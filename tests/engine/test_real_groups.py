@@ -308,7 +308,8 @@ def test_stress(
     print(
         f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {n} tokens of {len(answers)} texts, {n_ties} ties"
     )
-    assert n_ties <= 0.05 * n, f"{n_ties} of {n} tokens"
+    # The micro model ties at about 3 % of its tokens (208 of 7213 in a long round); a short round is a small sample of that.
+    assert n_ties <= 0.03 * n + 4 * (0.03 * n) ** 0.5, f"{n_ties} of {n} tokens"
 
 
 def test_stress_on_the_unpatched_library() -> None:
