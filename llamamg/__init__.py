@@ -25,7 +25,7 @@ from llamamg.plugins import Options, PluginError, Unavailable, plugin
 from llamamg.request import FinishReason, Request, SamplingParams, Timings
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Checkpoint, Slot
-from llamamg.transfer import Copier, Piece, StateWork, Transfer, Work, Workers, pick_copier
+from llamamg.transfer import Copier, Piece, Transfer, Work, Workers, pick_copier
 
 __all__ = [
     "N_ROWS",
@@ -57,7 +57,6 @@ __all__ = [
     "SequenceState",
     "Shrink",
     "Slot",
-    "StateWork",
     "StepState",
     "Timings",
     "Transfer",

@@ -158,8 +158,6 @@ class Admission:
             self._calls.each("slot_changing", slot, n_kept)
         if at_once:
             slot.cut(n_kept)
-        else:
-            slot.finish_state()
 
 
 def least_recently_used(idle: Seq[Slot]) -> Slot:

@@ -65,11 +65,6 @@ class Slot:
             if self.copying.is_over:
                 self.copying = None
 
-    def finish_state(self) -> None:
-        """What does not grow with the tokens is about to change: it is copied first, if that is quick, and rows go on."""
-        if self.copying is not None:
-            self.copying.finish_state(GIVE_WAY_S)
-
     def cut(self, n_kept: int) -> None:
         """All behind the first `n_kept` tokens is about to change: when this returns, nobody reads it any more."""
         if self.copying is not None:

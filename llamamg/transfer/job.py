@@ -1,4 +1,4 @@
-"""One transfer: the rows of one sequence, and perhaps its state, in works that threads take one after the other.
+"""One transfer: the rows of one sequence, in works that threads take one after the other.
 
 Whoever is about to overwrite rows calls `cut` first: when that returns, no thread reads or writes them any more. It waits for
 at most one chunk of each thread.
@@ -12,10 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamamg.blocks import Bytes, Indexes, StateCopy
+from llamamg.blocks import Indexes
 
-ALL = 1 << 62  # a limit that cuts nothing; also the end of what any change of the sequence spoils
-STATE = -1  # where a state begins: before all rows
+ALL = 1 << 62  # a limit that cuts nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,6 @@ class Transfer:
         self._limit = ALL
         self._open: list[int] = []  # where the works begin that are not finished
         self._sealed = False
-        self._no_state = False
         self._active: list[int] = []  # ends of the chunks being copied
         self._changed = threading.Condition()
 
@@ -100,13 +98,6 @@ class Transfer:
                 self._limit = min(self._limit, begin)
                 self._changed.wait_for(lambda: all(at <= self._limit for at in self._active))
 
-    def finish_state(self, wait_s: float) -> None:
-        """The sequence's state is about to change: finish copying it within `wait_s`, or do not copy it. Rows go on."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: STATE not in self._open, wait_s):
-                self._no_state = True
-                self._changed.wait_for(lambda: ALL not in self._active)
-
     def abandon(self) -> None:
         """Copy nothing more. When this returns, no thread touches anything of it."""
         self.cut(0)
@@ -132,8 +123,7 @@ class Transfer:
         """Begin a chunk; the limit up to which it may copy, 0: nothing."""
         with self._changed:
             limit = min(work.end, self._limit) if self.error is None else 0
-            is_spoilt = work.end == ALL and (limit < ALL or (self._no_state and work.start == STATE))
-            if limit > 0 and not is_spoilt:
+            if limit > 0:
                 self._active.append(limit)
                 return limit
             return 0
@@ -151,29 +141,3 @@ class Transfer:
             self.n_bytes += n_bytes
             self.error = self.error or error
             self._changed.notify_all()
-
-
-@dataclass(slots=True, eq=False)
-class StateWork:
-    """A state of a sequence. Any change of the sequence spoils it, so every `cut` ends it."""
-
-    copying: StateCopy
-    data: Bytes
-    done: Callable[[], None] | None = None
-    chunk_bytes: int = 1 << 20
-    start: int = STATE
-    end: int = ALL
-    n_chunks: int = 0
-    n_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.n_bytes = self.copying.n_bytes
-        self.n_chunks = -(-self.n_bytes // self.chunk_bytes)
-
-    def copy(self, chunk: int, limit: int) -> None:
-        begin = chunk * self.chunk_bytes
-        self.copying.copy(self.data, begin, min(begin + self.chunk_bytes, self.n_bytes))
-
-    def finish(self, limit: int) -> None:
-        if self.done is not None:
-            self.done()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamamg.blocks import N_ROWS, BlockLayout, Plane, runs
-from llamamg.transfer import Piece, StateWork, Transfer, Workers
+from llamamg.transfer import Piece, Transfer, Workers
 from llamamg.transfer.cuda import CudaCopier, Run, merge
 from llamamg.transfer.host import plane_groups
 from llamamg.transfer.pick import pick_copier, way_of
@@ -88,42 +88,6 @@ def test_give_way_waits_for_what_is_in_the_way_only(workers: Workers) -> None:
     transfer.give_way(5, 10, 0.001)  # too slow: cut, and the chunk waited for
     assert transfer.limit == 5
     assert transfer._active == []
-
-
-class Copying:
-    n_bytes = 3 << 20
-
-    def __init__(self, gate: threading.Event | None = None) -> None:
-        self.gate, self.ranges = gate, list[tuple[int, int]]()
-
-    def copy(self, state: Any, begin: int, end: int) -> None:
-        if self.gate is not None:
-            self.gate.wait(10)
-        self.ranges.append((begin, end))
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_state_is_whole_or_not_there(workers: Workers) -> None:
-    done: list[bool] = []
-    transfer, copying = Transfer(0, True), Copying()
-    workers.add(transfer, [StateWork(copying, np.empty(3 << 20, np.uint8), lambda: done.append(True))])
-    transfer.finish_state(10.0)
-    assert done == [True]
-    assert copying.ranges == [(0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, 3 << 20)]
-
-    gate = threading.Event()
-    transfer, copying, rows = Transfer(0, True), Copying(gate), Work(0, 5)
-    workers.add(transfer, [StateWork(copying, np.empty(3 << 20, np.uint8), lambda: done.append(False)), rows])
-    transfer.seal()
-    threading.Timer(0.05, gate.set).start()
-    while not copying.ranges and not transfer._active:
-        time.sleep(0.001)
-    transfer.finish_state(0.0)
-    assert transfer.wait(10)
-    assert done == [True], "a state that was cut counts as saved"
-    assert rows.finished == 5
 
 
 def test_an_error_ends_a_transfer(workers: Workers) -> None:
