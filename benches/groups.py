@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tqdm import tqdm
-
-from llamamg import paths
 
 from . import program, record
 from .arguments import NO_CACHE, add_results
@@ -32,13 +27,12 @@ from .json_child import JsonChild
 from .multi_gpu_rows import ideal_rate
 from .pipeline import numbers
 from .quiet import busy_fraction
-from .sides import Process
+from .rpc_servers import rpc_servers
 
 NAME = "groups"
 HELP = "sessions that decode in 1, 2, … contexts at once, on several devices or over rpc-servers started here"
 SERVE_FLAGS = True
 PLUGIN = "decode-groups"
-LISTEN_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +106,9 @@ def _measure(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     n_threads, n_groups = side
     with contextlib.ExitStack() as stack:
-        rpc = stack.enter_context(servers(args.rpc_servers, n_threads, args.rpc_program)) if args.rpc_servers else []
+        rpc = (
+            stack.enter_context(rpc_servers(args.rpc_servers, n_threads, args.rpc_program)) if args.rpc_servers else []
+        )
         words = [*flags, *(["--rpc", ",".join(rpc)] if rpc else []), *group_flags(n_groups)]
         order = {"flags": words, "depth": args.depth}
         child = stack.enter_context(JsonChild(f"run with {n_groups} groups", "groups_side", order))
@@ -131,35 +127,6 @@ def group_flags(n_groups: int) -> list[str]:
     if n_groups == 1:
         return ["--disable", PLUGIN]
     return ["--enable", PLUGIN, "--plugin-option", f"{PLUGIN}.groups={n_groups}"]
-
-
-@contextlib.contextmanager
-def servers(n: int, n_threads: int, file: Path | None) -> Iterator[list[str]]:
-    """`n` rpc-servers of this machine, each with `n_threads`; their addresses."""
-    found = file or paths.build("upstream") / "bin" / "ggml-rpc-server"
-    if not found.is_file():
-        raise BenchError(f"no {found}: run `llamamg build --upstream --server`, or give --rpc-program")
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for i in range(n):
-            port = record.free_port()
-            argv = [str(found), "-p", str(port), "-t", str(n_threads)]
-            process = Process(f"rpc-server {i}", argv, {"LD_LIBRARY_PATH": str(found.parent)})
-            process.start()
-            stack.callback(process.stop)
-            ports.append(port)
-        for port in ports:
-            _wait_for(port)
-        yield [f"127.0.0.1:{port}" for port in ports]
-
-
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + LISTEN_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.05)
-    raise BenchError(f"an rpc-server did not listen within {LISTEN_S:.0f} s; this machine has {os.cpu_count()} cores")
 
 
 def _row(key: tuple[int, int, int], runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,16 +23,17 @@ def program() -> Path | None:
 
 
 @contextlib.contextmanager
-def rpc_servers(n: int, n_threads: int = 1) -> Iterator[list[str]]:
-    """Their host:port. Raises SideError."""
-    binary = program()
-    if binary is None:
-        raise SideError("there is no rpc-server: run `llamamg build --upstream --server`")
+def rpc_servers(n: int, n_threads: int = 1, file: Path | None = None) -> Iterator[list[str]]:
+    """Their host:port; `file` is another program than the built one. Raises SideError."""
+    binary = file or program()
+    if binary is None or not binary.is_file():
+        raise SideError(f"there is no rpc-server{f' {file}' if file else ''}: run `llamamg build --upstream --server`")
     with contextlib.ExitStack() as stack:
         endpoints = []
         for i in range(n):
             port = free_port()
-            server = Process(f"rpc-server {i}", [str(binary), "-p", str(port), "-t", str(n_threads)])
+            argv = [str(binary), "-p", str(port), "-t", str(n_threads)]
+            server = Process(f"rpc-server {i}", argv, {"LD_LIBRARY_PATH": str(binary.parent)})
             server.start()
             stack.callback(server.stop)
             _wait(server, port)
