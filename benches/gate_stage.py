@@ -1,222 +1,262 @@
-"""Sessions that decode in an engine stepped by this thread, and prompts that arrive beside them under a chosen policy."""
+"""Sessions that decode in an engine stepped by this thread, and prompts that arrive beside them under a chosen policy.
+
+Gaps are those of each session by itself, from the times at which its tokens were handed out: with several contexts a batch
+of a prompt may end between two of its tokens, and says nothing about them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from llamamg import Batch, Guard, Sequence, StepState, hookimpl, plugin
 from llamamg.engine import Engine
-from llamamg.plugins.options import Options
-from llamamg.request import Event, Failed, Finished, Request, SamplingParams
-from llamamg_plugins.prefill_gate import PrefillGate
+from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingParams
 
 from . import interrupt
 from .errors import BenchError
+from .gate_policy import Policy, Stamp, Switched
 
 STUCK_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Options of prefill-gate, or none of it."""
-
-    text: str
-    options: dict[str, str] | None
-
-    @classmethod
-    def parse(cls, text: str) -> Policy:
-        """`off`, or NAME=VALUE pairs with commas. Raises BenchError."""
-        if text == "off":
-            return cls(text, None)
-        pairs = [part.partition("=") for part in text.split(",") if part]
-        known = _declared()
-        for name, equals, _ in pairs:
-            if not equals or name not in known.declared:
-                raise BenchError(f"--policy {text}: {name!r} is not one of {', '.join(known.declared)} (or use: off)")
-        return cls(text, {name: value for name, _, value in pairs})
-
-    def gate(self) -> PrefillGate | None:
-        """A new instance with these options."""
-        if self.options is None:
-            return None
-        declared = _declared().declared
-        values = {name.replace("-", "_"): declared[name].parse(value) for name, value in self.options.items()}
-        return PrefillGate(**values)
-
-
-def _declared() -> Options:
-    options = Options("prefill-gate")
-    PrefillGate().register_options(options)
-    return options
-
-
-@plugin(name="bench-gate", summary="the policy under test", helps="-", hurts="-", guard=Guard.same_tokens())
-class Switched:
-    """Forwards to the gate of the moment, and stamps every step."""
-
-    gate: PrefillGate | None = None
-    stamps: list[tuple[float, int, int]] = []  # noqa: RUF012  (end, decode rows, prompt tokens): one bench a process
-
-    @hookimpl
-    def order_prefills(self, state: StepState, waiting: list[Sequence]) -> list[Sequence] | None:
-        """The gate's, if there is one."""
-        return self.gate.order_prefills(state, waiting) if self.gate else None
-
-    @hookimpl
-    def prefill_budget(self, state: StepState) -> int | None:
-        """The gate's, if there is one."""
-        return self.gate.prefill_budget(state) if self.gate else None
-
-    @hookimpl
-    def batch_done(self, batch: Batch, elapsed_s: float) -> None:
-        """Stamp the step; the gate learns from it too."""
-        n_prompt = sum(len(row) for row in batch.rows if row.is_prompt)
-        self.stamps.append((time.perf_counter(), sum(not row.is_prompt for row in batch.rows), n_prompt))
-        if self.gate:
-            self.gate.batch_done(batch, elapsed_s)
+N_SETTLE = 24  # steps without a prompt before each policy
+N_WORST = 5  # of the largest gaps, how many are described
 
 
 class Stage:
     """Decoders in the first slots, prompts in the ones behind, a short prompt in the last."""
 
-    def __init__(
-        self, engine: Engine, n_decoders: int, depth: int, n_prompt: int, n_prompts: int, n_short: int
-    ) -> None:
-        self.engine, self.n_decoders, self.n_prompts, self.n_short = engine, n_decoders, n_prompts, n_short
-        self.depth, self.n_prompt = depth, n_prompt
+    def __init__(self, engine: Engine, n_prompt: int, n_short: int) -> None:
+        self.engine, self.n_prompt, self.n_short = engine, n_prompt, n_short
+        self.n_decoders = 0
+        self.solo_curve: list[tuple[int, float]] = []  # prompt tokens done, seconds since it was sent
         self._rng = np.random.default_rng(7)
         self._finished: dict[int, float] = {}
+        self._tokens: dict[int, list[float]] = {}  # times of the tokens of each session
         self._decoders: list[Request] = []
         engine.deliver = self._arrived
         engine.plugins.start(engine)
 
-    def solo(self) -> float:
-        """The prompt's rate while nobody decodes, tokens/s."""
-        self._set(None)
-        self._prefill(min(256, self.n_prompt))  # kernels are loaded
-        begin = time.perf_counter()
-        self._prefill(self.n_prompt)
-        return self.n_prompt / (time.perf_counter() - begin)
+    # -- nobody decodes
 
-    def begin_decoding(self) -> None:
-        """Compute the sessions' prompts and let them decode from now on."""
-        room = self.engine.n_ctx_slot - self.depth - 2
-        self._decoders = [self._request(self.depth, room, slot) for slot in range(self.n_decoders)]
-        for request in self._decoders:
+    def solo(self, n_tokens: int = 0) -> float:
+        """The rate of a prompt while nobody decodes, tokens/s; of its first `n_tokens`, if given."""
+        self.use(None)
+        n_tokens = min(n_tokens or self.n_prompt, self.n_prompt)
+        self.prefill(min(256, n_tokens))  # kernels are loaded
+        begin, first = time.perf_counter(), len(Switched.stamps)
+        seconds = self.prefill(n_tokens)
+        done = 0
+        for stamp in Switched.stamps[first:]:
+            done += stamp.n_prompt
+            self.solo_curve.append((done, stamp.at - begin))
+        return n_tokens / seconds
+
+    def solo_rate(self, n_tokens: int) -> float:
+        """The rate of a prompt's first `n_tokens` alone: what a part of a prompt is compared with."""
+        known = [(n, s) for n, s in self.solo_curve if n <= max(n_tokens, self.solo_curve[-1][0] // 4)]
+        n, seconds = known[-1] if known else self.solo_curve[-1]
+        return n / seconds
+
+    def prefill(self, n: int) -> float:
+        """Compute a prompt of so many tokens; seconds until its first token."""
+        request = self._request(n, 1, self.n_decoders)
+        begin = time.perf_counter()
+        self.engine.submit(request)
+        self._until(lambda: request.id in self._finished)
+        return self._finished[request.id] - begin
+
+    # -- sessions
+
+    def decode(self, n_decoders: int, depth: int) -> None:
+        """Let so many sessions decode from now on, each after a prompt of `depth` tokens."""
+        self.use(None)
+        room = self.engine.n_ctx_slot - depth - 2
+        new = [self._request(depth, room, slot, stream=True) for slot in range(len(self._decoders), n_decoders)]
+        self._decoders += new
+        self.n_decoders = n_decoders
+        for request in new:
+            self._tokens[request.id] = []
             self.engine.submit(request)
-        self._until(lambda: len(self.engine.scheduler.state.decoding) == self.n_decoders)
+        self._until(lambda: all(len(self._tokens[request.id]) > 1 for request in new))
 
     def alone(self, n_steps: int) -> list[float]:
-        """Milliseconds of steps without a prompt."""
-        self._step(8)
-        return self._gaps(lambda: self._step(n_steps))
+        """Gaps without a prompt, milliseconds."""
+        self._tick(8)
+        marks = self._marks()
+        self._tick(n_steps)
+        return self._gaps(marks, time.perf_counter())
 
     def steps_of(self, chunks: list[int], n_steps: int) -> list[dict[str, Any]]:
-        """t(c): median over `n_steps` steps with c prompt tokens each, two more going before them untimed."""
+        """t(c): gaps while every batch has c prompt tokens, two of them going before the `n_steps` that are timed."""
         rows = []
         for chunk in chunks:
             if chunk * (n_steps + 4) >= self.n_prompt:
                 continue
-            self._set(Policy("", {"chunk": str(chunk), "itl-ratio": "0"}))
+            self.use(Policy("", {"chunk": str(chunk), "itl-ratio": "0"}))
             request = self._request(self.n_prompt, 1, self.n_decoders)
             self.engine.submit(request)
-            self._step(3)
-            first = len(Switched.stamps) - 1
-            self._step(n_steps)
-            stamps = Switched.stamps[first:]
-            # Where the engine takes a checkpoint a step is cut short.
-            wanted = [n_rows == self.n_decoders and n == chunk for _, n_rows, n in stamps[1:]]
-            if 2 * sum(wanted) < n_steps:
-                sizes = sorted({(n_rows, n) for _, n_rows, n in stamps[1:]})
+            sent = len(Switched.stamps)
+            self._until(lambda sent=sent: any(stamp.n_prompt for stamp in Switched.stamps[sent:]))
+            self._tick(3)
+            begin, first = time.perf_counter(), len(Switched.stamps)
+            marks = self._marks()
+            self._tick(n_steps)
+            end = time.perf_counter()
+            stamps = [stamp for stamp in Switched.stamps[first:] if stamp.n_prompt]
+            # Where the engine takes a checkpoint a batch is cut short.
+            if 2 * sum(stamp.n_prompt == chunk for stamp in stamps) < len(stamps) or not stamps:
+                sizes = sorted({(stamp.n_rows, stamp.n_prompt) for stamp in stamps})
                 raise BenchError(f"steps of {chunk} prompt tokens came out as {sizes}: use a larger -b")
-            gaps = (1e3 * np.diff([t for t, _, _ in stamps]))[wanted]
-            rows.append({"chunk": chunk, "t_ms": float(np.median(gaps)), "n_steps": len(gaps)})
+            gaps = self._gaps(marks, end)
+            done = sum(stamp.n_prompt for stamp in stamps)
+            p50, p99 = (float(v) for v in np.percentile(gaps, (50, 99)))
+            rows.append({"chunk": chunk, "t_ms": p50, "p99_ms": p99, "tps": done / (end - begin), "n_gaps": len(gaps)})
             self._cancel([request])
         return rows
 
-    def under(self, policy: Policy) -> dict[str, Any]:
-        """Gaps of the decoders while the prompts are computed, their joint rate, and the short prompt's time to first token."""
-        self._set(policy)
-        self._step(24)  # the gate sees steps without a prompt
-        prompts = [self._request(self.n_prompt, 1, self.n_decoders + i) for i in range(self.n_prompts)]
+    def under(
+        self, policy: Policy, n_prompts: int, *, n_gaps: int = 0, seconds: float = 0.0, solo_tps: float = 0.0
+    ) -> dict[str, Any]:
+        """Gaps of the sessions while prompts are computed, the prompts' joint rate, and the short prompt's time to first token.
+
+        It ends with the prompts; with `n_gaps`, when each session has so many (prompts that end are followed by others);
+        with `seconds`, after so long in any case.
+        """
+        self.use(policy, solo_tps)
+        self._tick(N_SETTLE)  # the gate sees steps without a prompt
+        prompts: list[Request] = []
         short: Request | None = None
         t_short = 0.0
-        begin, first = time.perf_counter(), len(Switched.stamps) - 1
-        for request in prompts:
-            self.engine.submit(request)
-        while not all(request.id in self._finished for request in prompts):
-            self._step(1)
-            n_done = sum(n for _, _, n in Switched.stamps[first + 1 :])
-            if self.n_short and short is None and 2 * n_done >= self.n_prompt:
-                short = self._request(self.n_short, 1, self.n_decoders + self.n_prompts)
-                t_short = time.perf_counter()
+        begin, first, marks = time.perf_counter(), len(Switched.stamps), self._marks()
+        n_begun, since = 0, begin
+        while True:
+            if n_begun < n_prompts or n_gaps:
+                idle = [i for i in range(n_prompts) if len(prompts) <= i or prompts[i].id in self._finished]
+                for i in idle:
+                    prompts[i : i + 1] = [self._request(self.n_prompt, 1, self.n_decoders + i)]
+                    self.engine.submit(prompts[i])
+                    n_begun += 1
+            since = self._step(since)
+            now = time.perf_counter()
+            n_had = min(len(self._tokens[id_]) - mark for id_, mark in marks.items())
+            part = [now - begin >= 0.5 * seconds] if seconds else []
+            part += [2 * n_had >= n_gaps] if n_gaps else []
+            if not part:
+                part = [2 * sum(stamp.n_prompt for stamp in Switched.stamps[first:]) >= self.n_prompt]
+            if self.n_short and short is None and any(part):
+                short = self._request(self.n_short, 1, self.n_decoders + n_prompts)
+                t_short = now
                 self.engine.submit(short)
-        end = max(self._finished[request.id] for request in prompts)
-        stamps = [t for t, n_rows, _ in Switched.stamps[first:] if n_rows == self.n_decoders]
-        if short is not None:
-            waiting = short
-            self._until(lambda: waiting.id in self._finished)
-        n_tokens = self.n_prompt * self.n_prompts + (self.n_short if short else 0)
+            is_served = short is None or short.id in self._finished
+            if seconds and now - begin >= seconds and (is_served or now - begin >= 2 * seconds):
+                break
+            if n_gaps and n_had >= n_gaps and is_served:
+                break
+            if not n_gaps and is_served and all(request.id in self._finished for request in prompts):
+                break
+        stamps = Switched.stamps[first:]
+        end = max((stamp.at for stamp in stamps if stamp.n_prompt), default=begin)
+        n_tokens = sum(stamp.n_prompt for stamp in stamps)
+        n_had = min(len(self._tokens[id_]) - mark for id_, mark in marks.items())
+        gaps, worst = self._gaps(marks, end), self._worst(marks, begin, end, stamps)
+        self._cancel([request for request in prompts if request.id not in self._finished])
         row: dict[str, Any] = {
-            "gaps_ms": (1e3 * np.diff(stamps)).tolist(),
-            "prefill_tps": n_tokens / (end - begin),
+            "gaps_ms": gaps,
+            "n_gaps_least": n_had,
+            "worst": worst,
+            "chunks": _sizes(stamps),
+            "n_tokens": n_tokens,
+            "n_prompts_begun": n_begun,
+            "prefill_tps": n_tokens / max(end - begin, 1e-9),
             "wall_s": end - begin,
         }
         if short is not None:
+            waiting = short
+            self._until(lambda: waiting.id in self._finished)
             row["short_ttft_ms"] = 1e3 * (self._finished[short.id] - t_short)
         return row
 
     # -- inside
 
-    def _set(self, policy: Policy | None) -> None:
+    def use(self, policy: Policy | None, solo_tps: float = 0.0) -> None:
+        """Let a policy decide from now on. A gate in a server has seen prompts before, so it is told their rate."""
         Switched.gate = gate = policy.gate() if policy else None
         if gate:
-            gate.learn(self.engine.runner.n_ubatch)
+            gate.learn(self.engine.runner.n_ubatch, solo_tps)
 
-    def _request(self, n_prompt: int, n_predict: int, slot: int) -> Request:
+    def _request(self, n_prompt: int, n_predict: int, slot: int, *, stream: bool = False) -> Request:
         n_vocab = self.engine.vocab.n_vocab
         prompt = self._rng.integers(min(1000, n_vocab // 2), min(5000, n_vocab), n_prompt, dtype=np.int32)
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        return Request(prompt, sampling, n_predict=n_predict, id_slot=slot, cache_prompt=False)
-
-    def _prefill(self, n: int) -> None:
-        request = self._request(n, 1, self.n_decoders)
-        self.engine.submit(request)
-        self._until(lambda: request.id in self._finished)
+        return Request(prompt, sampling, n_predict=n_predict, id_slot=slot, cache_prompt=False, stream=stream)
 
     def _cancel(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.cancel(request.id)
-        self._step(2)
+        self._tick(2)
 
-    def _gaps(self, do: Any) -> list[float]:
-        first = len(Switched.stamps) - 1
-        do()
-        return (1e3 * np.diff([t for t, _, _ in Switched.stamps[first:]])).tolist()
+    def _marks(self) -> dict[int, int]:
+        """How many tokens each session has had; its gaps from here on begin with the last of them."""
+        return {request.id: len(self._tokens[request.id]) for request in self._decoders}
 
-    def _step(self, n: int) -> None:
-        goal = len(Switched.stamps) + n
-        self._until(lambda: len(Switched.stamps) >= goal)
+    def _pairs(self, marks: dict[int, int], end: float) -> list[tuple[float, float]]:
+        """Begin and end of each session's gaps since `marks`; one belongs here if any of it lies before `end`."""
+        times = [self._tokens[id_][max(0, mark - 1) :] for id_, mark in marks.items()]
+        return [(a, b) for t in times for a, b in itertools.pairwise(t) if a < end]
 
-    def _until(self, done: Any) -> None:
-        since = time.monotonic()
+    def _gaps(self, marks: dict[int, int], end: float) -> list[float]:
+        return [1e3 * (b - a) for a, b in self._pairs(marks, end)]
+
+    def _worst(self, marks: dict[int, int], begin: float, end: float, stamps: list[Stamp]) -> list[dict[str, Any]]:
+        """The largest gaps: how long, when, and the prompt tokens of the batches that ended meanwhile."""
+        largest = sorted(self._pairs(marks, end), key=lambda pair: pair[0] - pair[1])[:N_WORST]
+        return [
+            {
+                "ms": 1e3 * (b - a),
+                "at_s": a - begin,
+                "chunks": [stamp.n_prompt for stamp in stamps if a < stamp.at <= b and stamp.n_prompt],
+            }
+            for a, b in largest
+        ]
+
+    def _tick(self, n: int) -> None:
+        """Until each session has had so many more tokens; until so many batches are through where there are none."""
+        if not self._decoders:
+            return
+        goals = {request.id: len(self._tokens[request.id]) + n for request in self._decoders}
+        self._until(lambda: all(len(self._tokens[id_]) >= goal for id_, goal in goals.items()))
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        since = time.perf_counter()
         while not done():
-            interrupt.check()
-            if self.engine.step():
-                since = time.monotonic()
-            elif time.monotonic() - since > STUCK_S:
-                raise BenchError(f"nothing happened for {STUCK_S:.0f} s")
+            since = self._step(since)
+
+    def _step(self, since: float) -> float:
+        """A step of the engine; when something last happened."""
+        interrupt.check()
+        if self.engine.step():
+            return time.perf_counter()
+        if time.perf_counter() - since > STUCK_S:
+            raise BenchError(f"nothing happened for {STUCK_S:.0f} s")
+        return since
 
     def _arrived(self, pairs: list[tuple[int, Event]]) -> None:
-        decoding = {request.id for request in self._decoders}
+        now = time.perf_counter()
         for id_, event in pairs:
             if isinstance(event, Failed):
                 raise BenchError(f"a request failed: {event.message}")
+            if isinstance(event, Delta) and id_ in self._tokens:
+                self._tokens[id_].append(now)
             if isinstance(event, Finished):
-                if id_ in decoding:
+                if id_ in self._tokens:
                     raise BenchError("a session ran out of room before the prompts were computed: use a larger -c")
-                self._finished[id_] = time.perf_counter()
+                self._finished[id_] = now
+
+
+def _sizes(stamps: list[Stamp]) -> dict[str, int]:
+    """How many batches had so many prompt tokens."""
+    sizes, counts = np.unique([stamp.n_prompt for stamp in stamps if stamp.n_prompt], return_counts=True)
+    return {str(size): int(count) for size, count in zip(sizes, counts, strict=True)}

@@ -131,6 +131,7 @@ class StepState:
     step: int = 0
     itl: Any = None  # ItlWindow
     n_users: int = 0  # sequences in slots
+    n_decoding: int = 0  # sequences that decode, in all contexts
     groups: tuple[range, ...] = ()  # sequence ids of each decode group; one group unless a plugin asked for more
 
     @property

@@ -33,8 +33,7 @@ class CheckpointPolicy:
         """Where prompt tokens [begin, end) must end so that a snapshot can be made there; `end` when nowhere."""
         if not self.active:
             return end
-        n_prompt = sequence.n_prompt
-        stops = [n_prompt - min(self.n_batch, TAIL + self.n_ubatch), n_prompt - min(self.n_batch, TAIL)]
+        stops = list(self._stops(sequence.n_prompt))
         starts = sequence.request.user_starts
         checkpoints = sequence.slot.checkpoints
         for at in starts:
@@ -42,12 +41,18 @@ class CheckpointPolicy:
                 stops.append(at)
         return min((at for at in stops if begin < at < end), default=end)
 
-    def wanted(self, sequence: Sequence, begin: int, end: int) -> bool:
-        """Whether to snapshot the state before tokens [begin, end) of the prompt are computed."""
+    def _stops(self, n_prompt: int) -> tuple[int, int]:
+        return n_prompt - min(self.n_batch, TAIL + self.n_ubatch), n_prompt - min(self.n_batch, TAIL)
+
+    def wanted(self, sequence: Sequence, begin: int, end: int, *, is_cut: bool = False) -> bool:
+        """Whether to snapshot the state before tokens [begin, end) of the prompt are computed.
+
+        `is_cut`: a plugin's budget made them so few. Then the end of a prompt is many steps, and not each needs a snapshot.
+        """
         if not self.active:
             return False
         n_prompt, starts = sequence.n_prompt, sequence.request.user_starts
-        near_end = n_prompt < end + self.n_ubatch
+        near_end = begin in self._stops(n_prompt) if is_cut else n_prompt < end + self.n_ubatch
         if end < n_prompt and begin not in starts and not near_end:
             return False
         checkpoints = sequence.slot.checkpoints

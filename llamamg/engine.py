@@ -34,7 +34,7 @@ from llamamg.vocab import Vocabulary
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]
 IDLE_WAIT_S = 5.0
-DEFERRED_WAIT_S = 0.002  # nothing runs and a plugin holds a request back: how soon it is asked again
+DEFERRED_WAIT_S = 0.002  # nothing runs and a plugin holds a request or a prompt back: how soon it is asked again
 ONLY = (0,)
 STOPPING = Failed(503, "unavailable_error", "the server is shutting down")
 
@@ -254,7 +254,8 @@ class Engine:
         return True
 
     def _wait_s(self) -> float:
-        return DEFERRED_WAIT_S if self.scheduler.n_waiting or self._stop_at is not None else IDLE_WAIT_S
+        soon = self.scheduler.n_waiting or self.scheduler.running or self._stop_at is not None
+        return DEFERRED_WAIT_S if soon else IDLE_WAIT_S
 
     def _idle(self) -> None:
         """Nothing runs: let plugins tidy up, replay what is to be replayed, then sleep until somebody wants something."""

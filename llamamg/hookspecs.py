@@ -248,10 +248,11 @@ def order_prefills(state: StepState, waiting: list[Sequence]) -> list[Sequence] 
 def prefill_budget(state: StepState) -> int | None:
     """Limit the prompt tokens of this step.
 
-    When: once a step if any sequence has prompt tokens left.
-    Result: first result, tokens over all prompts of the step; 0 means decode only. Default: what the decode rows leave
-    of `n_batch`.
-    Must not: exceed `state.n_batch` (it is clamped), or return 0 while nobody decodes.
+    When: once a step if any sequence has prompt tokens left; with several contexts, in each step of one that has.
+    Result: first result, tokens over all prompts of the step; 0 means decode only, and where the decoders have other
+    contexts that these prompts wait until the hook is asked again, after any batch ended. Default: what the decode rows
+    leave of `n_batch`.
+    Must not: exceed `state.n_batch` (it is clamped), or return 0 while nobody decodes (`state.n_decoding`).
     """
 
 

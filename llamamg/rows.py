@@ -99,7 +99,7 @@ class Rows:
 
     def _add_prefills(self, state: StepState, batch: Batch) -> None:
         hooks = self._calls.hooks
-        room = self._n_batch - batch.n_tokens
+        room = whole = self._n_batch - batch.n_tokens
         order = state.prefilling
         if hooks.order_prefills:
             chosen = self._calls.first(
@@ -112,13 +112,16 @@ class Rows:
         for sequence in order:
             if room <= 0:
                 break
-            room -= self._add_prompt(sequence, batch, room)
+            n = self._add_prompt(sequence, batch, room, room < whole)
+            room, whole = room - n, whole - n
 
-    def _add_prompt(self, sequence: Sequence, batch: Batch, room: int) -> int:
+    def _add_prompt(self, sequence: Sequence, batch: Batch, room: int, is_budget: bool) -> int:
         slot, begin = sequence.slot, sequence.n_past
         end = self._checkpoints.stop_at(sequence, begin, min(begin + room, sequence.n_prompt))
-        if self._checkpoints.wanted(sequence, begin, end):
+        ends_early = is_budget and end == begin + room < sequence.n_prompt
+        if self._checkpoints.wanted(sequence, begin, end, is_cut=sequence.is_cut or ends_early):
             self._checkpoints.make(slot, begin, sequence.request.id)
+        sequence.is_cut = ends_early
         tokens = sequence.request.prompt[begin:end]
         if slot.copying is not None:
             slot.give_way(begin, end)
@@ -141,4 +144,4 @@ def _not_a_number(limit: int) -> str | None:
 
 
 def _idle_budget(budget: int, state: StepState) -> str | None:
-    return "nobody decodes, so 0 would stop the server" if budget <= 0 and not state.decoding else None
+    return "nobody decodes, so 0 would stop the server" if budget <= 0 and not state.n_decoding else None

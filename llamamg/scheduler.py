@@ -266,7 +266,7 @@ class Scheduler:
         state.prefilling = [s for s in running if s.state is SequenceState.PREFILL and s.n_prompt_left > 0]
         state.waiting = self.waiting_requests() if self.n_waiting else []
         state.step += 1
-        state.n_users = len(running)
+        state.n_users, state.n_decoding = len(running), len(state.decoding)
         self.stats.n_requests_processing = len(running)
         self.stats.n_requests_deferred = len(state.waiting)
         return state

@@ -39,6 +39,7 @@ class Sequence:
     n_decoded: int = 0
     last_token: int = -1  # sampled, not yet in the cache
     goes_back: bool = False  # its recurrent state is taken back by its next decode, until which it must not be copied
+    is_cut: bool = False  # the last part of its prompt ended where a plugin's budget did
     replay_from: int = -1  # tokens of the slot from here on are to be computed again, at the head of the next row
     n_predict: int = -1
     truncated: bool = False

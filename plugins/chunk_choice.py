@@ -4,128 +4,161 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llamamg import Batch, StepState
+from llamamg_plugins.chunk_ladder import Ladder, up_to
 from llamamg_plugins.step_fit import StepFit, StepShape
 
-# About 8 % apart and round: few different shapes, and none far below what would have fitted.
-SIZES = np.concatenate(
-    [
-        np.arange(begin, end, step)
-        for begin, end, step in (
-            (1, 8, 1), (8, 16, 2), (16, 64, 4), (64, 128, 8), (128, 256, 16), (256, 512, 32), (512, 1024, 64),
-            (1024, 2048, 128), (2048, 8193, 512),
-        )
-    ]
-)  # fmt: skip
-PROBES = (1, 2, 4, 8)  # the first chunks, from which the fit gets its slopes
-DECODE_ONLY_EVERY = 8  # plain decode steps are many and alike: one in eight is looked at
+PROBES = (1, 1, 2, 2)  # the first chunks, each twice: the first of a size pays for a new graph
+DECODE_ONLY_EVERY = 8  # plain decode steps are many and alike: after the first eight, one in eight is looked at
+N_ASKED = 2  # of those at most, where a prompt comes before any: the first may pay for a new graph
+N_SOLO_MIN = 256  # a shorter prompt fills no batch, so its rate says little
+N_GUESS = 16  # largest chunk tried before the solo rate may be guessed from the fit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`target_s`: longest step wanted, or 0.0. `ratio`: the same as a multiple of a step without prompt tokens, or 0.0.
+
+    `min_share`: part of its solo rate that a prompt keeps even where that breaks the target.
+    """
+
+    target_s: float = 0.0
+    ratio: float = 0.0
+    min_share: float = 0.0
+
+    def wanted_s(self, alone_s: float) -> float:
+        """The longest step wanted where one without prompt tokens takes `alone_s`."""
+        wanted = [w for w in (self.target_s, self.ratio * alone_s) if w > 0]
+        return min(wanted) if wanted else float("inf")
+
+
+class SoloRate:
+    """What a prompt computes while nobody decodes, in tokens/s; 0.0 until one was long enough to tell."""
+
+    def __init__(self) -> None:
+        self.tps = 0.0
+        self.depth = 0.0  # mean position of the tokens it was measured with
+        self._begin = 0.0
+        self._n = 0
+
+    def add(self, n: int, elapsed_s: float, now: float, *, is_end: bool) -> None:
+        """Prompt tokens are done; only the last ones of a prompt (`is_end`) were waited for."""
+        if self._n == 0:
+            self._begin = now - elapsed_s
+        self._n += n
+        if is_end:
+            rate = self._n / max(now - self._begin, 1e-6)
+            if self._n >= N_SOLO_MIN:
+                self.tps = rate if self.tps == 0.0 else 0.5 * (self.tps + rate)
+                self.depth = self._n / 2
+            self._n = 0
+
+    def interrupted(self) -> None:
+        """Somebody decodes: the prompt under way says nothing."""
+        self._n = 0
 
 
 class ChunkChoice:
-    """Keeps the fit up to date and answers how many prompt tokens a step should take.
-
-    `target_s` is the longest step wanted, or 0.0; `ratio` the same as a multiple of a step without prompt tokens, or 0.0.
-    `min_share` is the part of its solo rate that a prompt keeps even where that breaks the target.
-    """
+    """For one context: keeps the fit up to date and answers how many prompt tokens a step should take."""
 
     def __init__(
         self,
         n_ubatch: int,
+        limits: Limits,
         *,
-        target_s: float,
-        ratio: float,
-        min_share: float,
+        solo: SoloRate | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target_s, self.ratio, self.min_share = target_s, ratio, min_share
+        self.limits = limits
         self.fit = StepFit(n_ubatch)
-        self.solo_tps = 0.0  # measured rate of prompts while nobody decodes; 0.0 until then
+        self.solo = solo or SoloRate()
+        self._n_ubatch = n_ubatch
         self._clock = clock
         self._t_done = 0.0
         self._was_waited_for = False  # a batch without outputs may still run when the next one is handed over
-        self._solo_begin = 0.0
-        self._solo_tokens = 0
         self._n_plain = 0
+        self._n_asked = 0  # steps without prompt tokens that were asked for
+        self._n_chunk = -1  # of the step before
         self._alone_s: dict[int, float] = {}  # a step without prompt tokens, by decode rows
-        self._last = 0
+        self._ladder = Ladder()
 
     def observe(self, batch: Batch, elapsed_s: float) -> None:
         """A batch is done. What counts is the time since the one before, which is what a stream sees."""
         now, t_before, was_waited_for = self._clock(), self._t_done, self._was_waited_for
         self._t_done, self._was_waited_for = now, batch.has_logits
-        shape = _shape_of(batch)
+        shape = shape_of(batch)
         if shape.n_rows == 0:
-            self._observe_solo(shape, now, elapsed_s, batch.has_logits)
+            self.solo.add(shape.n_chunk, elapsed_s, now, is_end=batch.has_logits)
             return
-        self._solo_tokens = 0
+        self.solo.interrupted()
+        is_new, self._n_chunk = shape.n_chunk != self._n_chunk, shape.n_chunk
         if not shape.n_chunk:
             self._n_plain += 1
-            if self._n_plain % DECODE_ONLY_EVERY:
+            if self._n_plain % DECODE_ONLY_EVERY and self._n_plain > DECODE_ONLY_EVERY:
                 return
         if not was_waited_for:
             return
         period = now - t_before
         seconds = period if elapsed_s <= period < 2 * elapsed_s else elapsed_s
-        self.fit.add(shape, seconds)
+        self.fit.add(replace(shape, is_new=is_new and shape.n_chunk > 0), seconds)
         if not shape.n_chunk:
             known = self._alone_s.get(shape.n_rows, seconds)
-            self._alone_s[shape.n_rows] = known + 0.2 * (min(seconds, 2 * known) - known)
-
-    def _observe_solo(self, shape: StepShape, now: float, elapsed_s: float, is_end: bool) -> None:
-        if self._solo_tokens == 0:
-            self._solo_begin = now - elapsed_s
-        self._solo_tokens += shape.n_chunk
-        if is_end:
-            rate = self._solo_tokens / max(now - self._solo_begin, 1e-6)
-            # A short prompt fills no batch, so its rate says little.
-            if self._solo_tokens >= 256:
-                self.solo_tps = rate if self.solo_tps == 0.0 else 0.5 * (self.solo_tps + rate)
-            self._solo_tokens = 0
+            # Faster down than up: the first one after a prompt pays for a new graph.
+            weight = 0.5 if seconds < known else 0.2
+            self._alone_s[shape.n_rows] = known + weight * (min(seconds, 2 * known) - known)
 
     def choose(self, state: StepState, n_most: int) -> int:
-        """Prompt tokens for this step, 1 to `n_most`."""
+        """Prompt tokens for this step, at most `n_most`; 0 where a step without any has to be seen first."""
+        if self.limits.ratio > 0 and not self._alone_s and self._n_asked < N_ASKED:
+            self._n_asked += 1
+            return 0
         if not self.fit.ready:
             return min(PROBES[self.fit.n_seen % len(PROBES)], n_most)
-        shape = StepShape(
-            len(state.decoding),
-            0,
-            prompt_depth=float(min((s.n_past for s in state.prefilling), default=0)),
-            decode_depth=float(sum(s.n_past for s in state.decoding)),
-        )
+        shape = shape_of_state(state)
         # Beyond what was tried the fit only guesses, so it goes there in steps.
-        limit = min(n_most, max(PROBES[-1], 3 * self.fit.n_largest // 2))
-        sizes = SIZES[: np.searchsorted(SIZES, limit, "right")]
-        times = self.fit.predict(shape, sizes) * (1 + self.fit.excess)
-        within = np.flatnonzero(times <= self._wanted_s(shape))
-        chosen = int(sizes[within[-1]]) if len(within) else int(sizes[0])
-        if within.size and self._last in sizes[within] and 0.85 * chosen <= self._last <= chosen:
-            chosen = self._last  # the same shape again: its graph is there already
-        least = self._least(shape, sizes, times)
-        self._last = max(chosen, least)
-        return self._last
-
-    def _wanted_s(self, shape: StepShape) -> float:
+        sizes = up_to(min(n_most, max(3 * self.fit.n_largest // 2, self.fit.n_largest + 1)))
+        times = self.fit.predict(shape, sizes)
+        least = self.limits.min_share * self._solo_tps(shape)
         alone = self._alone_s.get(shape.n_rows) or float(self.fit.predict(shape, np.zeros(1, np.int64))[0])
-        wanted = [w for w in (self.target_s, self.ratio * alone) if w > 0]
-        return min(wanted) if wanted else float("inf")
+        return self._ladder.pick(
+            sizes, times * (1 + self.fit.excess), self.limits.wanted_s(alone), sizes / times, least
+        )
 
-    def _least(self, shape: StepShape, sizes: np.ndarray, times: np.ndarray) -> int:  # type: ignore[type-arg]
-        """The smallest chunk at which the prompt gets `min_share` of its solo rate; the one with the best rate if none does."""
-        if self.min_share <= 0:
-            return 0
-        solo = self.solo_tps
-        if solo == 0.0:
-            alone = StepShape(0, 0, prompt_depth=shape.prompt_depth)
-            solo = float(sizes[-1] / self.fit.predict(alone, sizes[-1:])[0])
-        rates = sizes / times
-        enough = np.flatnonzero(rates >= self.min_share * solo)
-        return int(sizes[enough[0]] if len(enough) else sizes[int(rates.argmax())])
+    def _solo_tps(self, shape: StepShape) -> float:
+        """The rate that a prompt would have by itself at this depth; 0.0 where nobody knows."""
+        if self.limits.min_share <= 0:
+            return 0.0
+        if self.fit.n_largest < N_GUESS:
+            return self.solo.tps
+        return solo_at(self.fit, self.solo, shape.prompt_depth, self._n_ubatch)
 
 
-def _shape_of(batch: Batch) -> StepShape:
+def solo_at(fit: StepFit, solo: SoloRate, depth: float, n_ubatch: int) -> float:
+    """A measured solo rate, less what the fit says of attention at `depth`; what the fit says alone where none was measured."""
+    whole = np.array([n_ubatch])
+    here = float(fit.predict(StepShape(0, 0, prompt_depth=depth), whole)[0])
+    if solo.tps == 0.0:
+        return n_ubatch / here
+    there = float(fit.predict(StepShape(0, 0, prompt_depth=solo.depth), whole)[0])
+    return solo.tps * min(1.0, max(0.25, there / here))
+
+
+def shape_of_state(state: StepState) -> StepShape:
+    """What the step that is planned has beside prompt tokens."""
+    return StepShape(
+        len(state.decoding),
+        0,
+        prompt_depth=float(min((s.n_past for s in state.prefilling), default=0)),
+        decode_depth=float(sum(s.n_past for s in state.decoding)),
+    )
+
+
+def shape_of(batch: Batch) -> StepShape:
+    """What a batch computed."""
     n_rows = n_chunk = 0
     at = depth = 0.0
     for row in batch.rows:

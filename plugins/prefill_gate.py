@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llamamg import Batch, Config, Guard, Options, Sequence, StepState, Unavailable, hookimpl, plugin
-from llamamg_plugins.chunk_choice import ChunkChoice
+from llamamg_plugins.chunk_choice import Limits
+from llamamg_plugins.prefill_budgets import Budgets
 
 
 @plugin(
@@ -29,7 +30,7 @@ class PrefillGate:
         max_with_decode: int = 1,
         itl_target_ms: float = 0.0,
         itl_ratio: float = 2.5,
-        min_share: float = 0.1,
+        min_share: float = 0.3,
         pass_threshold: int = 512,
     ) -> None:
         self.max_partial = max_partial
@@ -37,12 +38,13 @@ class PrefillGate:
         self.max_long = max_long
         self.chunk = chunk
         self.max_with_decode = max_with_decode
-        self.itl_target_ms, self.itl_ratio, self.min_share = itl_target_ms, itl_ratio, min_share
         self.pass_threshold = pass_threshold
+        self.limits: Limits | None = None
+        if itl_target_ms > 0 or itl_ratio > 0:
+            self.limits = Limits(itl_target_ms / 1e3, 0.0 if itl_target_ms else itl_ratio, min_share)
         self.effect = 0
         self._passed = False  # a short prompt went first in the last step in which it had to pass one
-        self._choice: ChunkChoice | None = None
-        self._budget = (-1, 0)  # step, prompt tokens: both hooks of a step ask
+        self._budgets: Budgets | None = None
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -109,7 +111,7 @@ class PrefillGate:
         options.add(
             "min-share",
             type=float,
-            default=0.1,
+            default=0.3,
             minimum=0,
             help="part of its solo rate that a prompt keeps beside decoders, even where that breaks the target",
             aliases=("--prefill-min-share",),
@@ -155,41 +157,33 @@ class PrefillGate:
     @hookimpl
     def prefill_budget(self, state: StepState) -> int | None:
         """While anybody waits for its next token: what fits into the latency target, at most `chunk`."""
-        if not state.decoding:
-            return None
-        if not self._has_target:
-            return self.chunk or None
-        if self._budget[0] != state.step:
-            room = max(1, state.n_batch - len(state.decoding))
-            most = room if self.itl_target_ms or not self.chunk else min(room, self.chunk)
-            self._budget = (state.step, self._chooser(state).choose(state, most))
-        return self._budget[1]
+        if self._budgets is None:
+            self.learn(state.n_ubatch)
+        assert self._budgets is not None
+        return self._budgets.budget(state)
+
+    @hookimpl
+    def batch_submitted(self, batch: Batch) -> None:
+        """Remember what is computed together."""
+        if self._budgets is not None:
+            self._budgets.submitted(batch)
 
     @hookimpl
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn what steps take."""
-        if self._choice is not None:
-            self._choice.observe(batch, elapsed_s)
+        if self._budgets is not None:
+            self._budgets.done(batch, elapsed_s)
 
-    @property
-    def _has_target(self) -> bool:
-        return self.itl_target_ms > 0 or self.itl_ratio > 0
+    @hookimpl
+    def batch_failed(self, batch: Batch) -> None:
+        """Nothing is to be learned from it."""
+        if self._budgets is not None:
+            self._budgets.ended(batch)
 
-    def learn(self, n_ubatch: int) -> None:
-        """Look at what steps take from now on, with and without prompt tokens."""
-        if self._has_target:
-            self._choice = ChunkChoice(
-                n_ubatch,
-                target_s=self.itl_target_ms / 1e3,
-                ratio=0.0 if self.itl_target_ms else self.itl_ratio,
-                min_share=self.min_share,
-            )
-
-    def _chooser(self, state: StepState) -> ChunkChoice:
-        if self._choice is None:
-            self.learn(state.n_ubatch)
-        assert self._choice is not None
-        return self._choice
+    def learn(self, n_ubatch: int, solo_tps: float = 0.0) -> None:
+        """Look at what steps take from now on. `solo_tps`: a prompt's rate by itself, where it is known already."""
+        self._budgets = Budgets(n_ubatch, self.limits, self.chunk)
+        self._budgets.solo.tps = solo_tps
 
     def _in_turn(self, arrived: list[Sequence]) -> list[Sequence]:
         """Arrival order; in every second step that has both, short prompts before the longer ones that came earlier."""

@@ -12,6 +12,7 @@ UNIT = 1e5  # depths are counted in this many tokens, so that all features are o
 FORGET = 0.99  # weight of the past per observation: about the last hundred count
 PULL = 1e-3  # how strongly a direction without new data is held where it was: a chunk that stays the same says no slope
 N_ENOUGH = 4  # observations with prompt tokens before a prediction is worth anything
+N_FEATURES = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +23,23 @@ class StepShape:
     n_chunk: int
     prompt_depth: float = 0.0  # mean position of the prompt tokens
     decode_depth: float = 0.0  # sum of the positions of the decode rows
+    is_new: bool = False  # another chunk than in the step before, so no graph is there to be used again
 
 
 class StepFit:
-    """t = a + b rows + c ubatches + d chunk + e min(chunk, 64) + f chunk depth + g depth of the decoders; seconds.
+    """t = a + b rows + c ubatches + d chunk + e min(chunk, 64) + f chunk depth + g depth of the decoders + h any + i new.
 
-    The terms: weights read once per ubatch, attention of the decoders, arithmetic and attention of the prompt. The two
-    slopes in `chunk` stand for a mixture of experts, where the first tokens of a chunk each read other experts.
+    The terms: weights read once per ubatch, attention of the decoders, arithmetic and attention of the prompt; what a step
+    pays for having prompt tokens at all (seconds, however few: another graph, a ubatch more), and for a chunk of another
+    size than the one before. The two slopes in `chunk` stand for a mixture of experts, where the first tokens of a chunk
+    each read other experts.
     """
 
     def __init__(self, n_ubatch: int) -> None:
         self._n_ubatch = max(n_ubatch, 1)
-        self._a = np.zeros((7, 7))
-        self._b = np.zeros(7)
-        self._weights = np.zeros(7)
+        self._a = np.zeros((N_FEATURES, N_FEATURES))
+        self._b = np.zeros(N_FEATURES)
+        self._weights = np.zeros(N_FEATURES)
         self._excess = 0.0  # 95 % of the steps take less than this much above the fit, as a fraction
         self._was_odd = False
         self.n_seen = 0  # observations with prompt tokens and decode rows
@@ -73,12 +77,12 @@ class StepFit:
         return self._excess
 
     def predict(self, shape: StepShape, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds for each of `chunks` prompt tokens in a step that is otherwise like `shape`."""
+        """Seconds for each of `chunks` prompt tokens in a step that is otherwise like `shape`, once that chunk is usual."""
         return np.maximum(self._features(shape, chunks) @ self._weights, 1e-6)
 
     def _features(self, shape: StepShape, chunks: NDArray[np.int64]) -> NDArray[np.float64]:
         c = chunks.astype(np.float64)
-        x = np.empty((len(c), 7))
+        x = np.empty((len(c), N_FEATURES))
         x[:, 0] = 1.0
         x[:, 1] = shape.n_rows
         x[:, 2] = np.ceil((c + shape.n_rows) / self._n_ubatch)
@@ -86,4 +90,6 @@ class StepFit:
         x[:, 4] = np.minimum(c, KNEE) / KNEE
         x[:, 5] = c / 512.0 * (shape.prompt_depth / UNIT)
         x[:, 6] = shape.decode_depth / UNIT
+        x[:, 7] = c > 0
+        x[:, 8] = shape.is_new
         return x

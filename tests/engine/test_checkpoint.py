@@ -238,3 +238,29 @@ def test_a_snapshot_that_the_library_refuses_is_passed_over() -> None:
     rules.kv.restore = restore
     assert rules.rewind(slot, 70, 200) == 30
     assert len(refused) == 2
+
+
+def test_small_chunks_of_a_budget_add_no_snapshots_at_the_end() -> None:
+    """A plugin's budget of 3 tokens cuts the last ubatch into six steps; the snapshots are those of whole batches."""
+    from llamamg.plugins.testing import on, plugin
+    from llamamg.testing import ask, fake_engine, run
+
+    def places(budget: int | None) -> list[int]:
+        plugins = on(plugin("budget", {"prefill_budget": lambda self: budget}))
+        engine, _, _ = fake_engine(2, hybrid=True, plugins=plugins, n_batch=64, n_ubatch=16)
+        engine.submit(ask("x" * 200, n_predict=1, id_slot=0))
+        run(engine)
+        return [c.n_tokens for c in engine.slots[0].checkpoints]
+
+    assert places(None) == [180, 196]
+    assert [places(budget) for budget in (1, 3, 4, 16)] == [[180, 196]] * 4
+
+
+def test_a_small_batch_makes_them_as_llama_server_does() -> None:
+    """Where no plugin limits anything, each batch within a ubatch of the end makes one."""
+    from llamamg.testing import ask, fake_engine, run
+
+    engine, _, _ = fake_engine(2, hybrid=True, n_batch=8, n_ubatch=16)
+    engine.submit(ask("x" * 100, n_predict=1, id_slot=0))
+    run(engine)
+    assert len(engine.slots[0].checkpoints) > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from llamamg import Batch, Request, Row, Sequence, SequenceState, Slot, StepState
-from llamamg_plugins.chunk_choice import ChunkChoice
+from llamamg_plugins.chunk_choice import ChunkChoice, Limits
+from llamamg_plugins.chunk_ladder import SIZES
 from llamamg_plugins.prefill_gate import PrefillGate
 from llamamg_plugins.step_fit import StepFit, StepShape
 
@@ -32,8 +34,9 @@ class Bench:
     def __init__(self, law: Law, *, n_rows: int = 2, noise: float = 0.03, seed: int = 1, **wanted: float) -> None:
         self.now = 0.0
         self.law, self.noise, self.rng = law, noise, random.Random(seed)
-        settings = {"target_s": 0.0, "ratio": 0.0, "min_share": 0.0, **wanted}
-        self.choice = ChunkChoice(512, clock=lambda: self.now, **settings)
+        self.choice = ChunkChoice(512, Limits(**wanted), clock=lambda: self.now)
+        self.new_s = 0.0  # what a chunk of another size than the one before costs
+        self._n_before = 0
         self.decoders = [sequence(20_000, i, 0) for i in range(n_rows)]
         self.prompt = sequence(0, n_rows, 1 << 30)
 
@@ -44,6 +47,8 @@ class Bench:
             rows.append(Row(self.prompt, [1] * n_chunk, done, 0 if decoders else 1, is_prompt=True))
         elapsed = self.law(len(self.decoders) if decoders else 0, n_chunk, float(done))
         elapsed *= 1 + self.rng.uniform(-self.noise, self.noise)
+        elapsed += self.new_s * (n_chunk != self._n_before)
+        self._n_before = n_chunk
         self.now += elapsed
         self.prompt.n_past += n_chunk
         self.choice.observe(Batch(rows), elapsed)
@@ -100,7 +105,7 @@ def test_depth_makes_the_chunk_smaller_and_the_target_holds() -> None:
 def test_the_prompt_keeps_its_share_where_the_target_cannot_be_met() -> None:
     bench = Bench(linear, target_s=0.001, min_share=0.3)
     bench.step(2048, decoders=False)
-    solo = bench.choice.solo_tps
+    solo = bench.choice.solo.tps
     bench.prompt.n_past = 0
     bench.run(30)
     steps = bench.run(100)
@@ -160,3 +165,86 @@ def test_one_answer_per_step() -> None:
     state.step = 7
     first = gate.prefill_budget(state)
     assert gate.prefill_budget(state) == first == 1
+
+
+def hybrid(n_rows: int, n_chunk: int, depth: float) -> float:
+    """One H200: 12 ms alone, 28 ms with the first prompt token, little for each more of them."""
+    return 0.012 + (0.016 + 0.00025 * n_chunk if n_chunk else 0.0)
+
+
+SOLO_HYBRID = 512 / (0.013 + 512 * 0.00025)
+
+
+@pytest.mark.parametrize("n_alone", [40, 0])
+def test_where_any_prompt_token_costs_as_much_as_the_ratio_allows_the_prompt_does_not_crawl(n_alone: int) -> None:
+    """Twice and a half of alone is 30 ms, and a step with one token takes 28: a few tokens more cost next to nothing."""
+    bench = Bench(hybrid, ratio=2.5, min_share=0.3)
+    bench.choice.solo.tps = SOLO_HYBRID
+    for _ in range(n_alone):
+        bench.step(0)
+    bench.run(40)
+    steps = bench.run(500)
+    rate = sum(n for n, _ in steps) / sum(seconds for _, seconds in steps)
+    assert rate >= 0.3 * SOLO_HYBRID
+    assert np.percentile([seconds for _, seconds in steps], 99) <= 3.6 * 0.012
+
+
+def test_a_fixed_cost_of_mixed_steps_is_no_slope() -> None:
+    """With a target of 60 ms 128 tokens fit; a fit that spreads the fixed 16 ms over the first tokens takes far fewer."""
+    bench = Bench(hybrid, target_s=0.060)
+    for _ in range(40):
+        bench.step(0)
+    bench.run(40)
+    times = [seconds for _, seconds in bench.run(500)]
+    assert 0.048 <= np.percentile(times, 99) <= 0.066
+    assert np.median([n for n, _ in bench.run(50)]) >= 96
+
+
+@pytest.mark.parametrize("law", [linear, mixture, hybrid])
+def test_the_chunk_stays_so_that_its_graph_is_used_again(law: Law) -> None:
+    bench = Bench(law, target_s=0.050)
+    bench.new_s = 0.005
+    bench.run(60)
+    chunks = [n for n, _ in bench.run(500)]
+    assert sum(a != b for a, b in itertools.pairwise(chunks)) <= 8
+    times = sorted(seconds for _, seconds in bench.run(300))
+    assert 0.040 <= times[int(0.99 * len(times))] <= 0.060
+
+
+def test_sizes_are_few_and_those_beyond_the_first_are_multiples_of_eight() -> None:
+    assert all(n % 8 == 0 for n in SIZES[SIZES >= 32])
+    assert len(SIZES[SIZES <= 2048]) <= 36
+    ratios = SIZES[1:][SIZES[:-1] >= 32] / SIZES[:-1][SIZES[:-1] >= 32]
+    assert ratios.max() <= 1.25
+
+
+@pytest.mark.parametrize("law", [linear, mixture, hybrid])
+def test_no_step_is_far_too_long_while_the_fit_learns(law: Law) -> None:
+    """From the first prompt on. The smallest steps are what they are; beyond them nothing takes much more than is wanted."""
+    bench = Bench(law, ratio=2.5)
+    for _ in range(40):
+        bench.step(0)
+    wanted = max(2.5 * law(2, 0, 0.0), law(2, 2, 0.0))
+    assert max(seconds for _, seconds in bench.run(300)) <= 1.2 * wanted
+
+
+def test_a_given_chunk_is_taken_as_it_is() -> None:
+    """Sizes of the ladder are for what is learned; a fixed chunk may be anything."""
+    for chunk in (1, 7, 256, 2048):
+        gate = PrefillGate(itl_ratio=0, chunk=chunk)
+        state = Bench(linear).state()
+        assert gate.prefill_budget(state) == chunk
+
+
+def test_the_solo_rate_of_a_shallow_prompt_is_less_deep_in_one() -> None:
+    """Half of what 512 tokens took in the beginning of a prompt is not half of what they take behind 200 000 others."""
+    bench = Bench(linear, target_s=0.001, min_share=0.3)
+    bench.step(2048, decoders=False)
+    bench.prompt.n_past = 0
+    bench.run(100)
+    bench.prompt.n_past = 200_000
+    bench.run(150)
+    steps = bench.run(100)
+    rate = sum(n for n, _ in steps) / sum(seconds for _, seconds in steps)
+    solo = 2048 / linear(0, 2048, 200_000.0)
+    assert 0.25 * solo <= rate <= 0.6 * solo

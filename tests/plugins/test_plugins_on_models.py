@@ -167,3 +167,31 @@ def test_a_prompt_aborted_at_any_chunk_leaves_its_slot_usable_and_its_part_cache
         assert n_prompt_rows == 300, "a part of the prompt was computed twice, or not at all"
         assert engine.stats.n_prompt_cached in n_done
     assert len(n_done) >= 4
+
+
+@pytest.mark.parametrize(("chunk", "n_prompt"), [(1, 120), (7, 320), (256, 2300), (2048, 4300)])
+def test_chunks_change_no_token_when_their_shapes_are_replayed(
+    library: Library, micro_model: Path, record_property: Callable[..., None], chunk: int, n_prompt: int
+) -> None:
+    """What was given is what the library prefers without the plugin, batch by batch, bit by bit; alone, ties are counted."""
+    from benches import check
+    from benches.check_trace import Sizes
+    from llamamg.guard import Guard
+
+    options = {"prefill-gate": {"chunk": str(chunk), "itl-ratio": "0"}}
+    plugins = PluginSet.discover(PluginsConfig(enable=("prefill-gate",), only=True, options=options))
+    context = ContextConfig(
+        n_ctx=6 * (n_prompt + 256), n_parallel=6, kv_unified=False, n_threads=1, n_batch=3000, warmup=False
+    )
+    engine = load(Config(ModelConfig(micro_model), context), plugins)
+    try:
+        row = check.check_engine(engine, "prefill-gate", Guard.same_tokens(), Sizes(n_tokens=24, n_prompt=n_prompt))
+    finally:
+        engine.stop(0.0)
+    same, alone = row["same_batches"], row["alone"]
+    assert same["n_positions"] > 60
+    assert same["n_same_bits"] == same["n_positions"]
+    assert (same["n_ties"], same["n_violations"]) == (0, 0)
+    assert row["status"] == check.HELD, row["reason"]
+    record_property("ties", f"{alone['n_ties']} of {alone['n_positions']}")
+    assert alone["n_ties"] <= max(4, 0.08 * alone["n_positions"])

@@ -1,0 +1,61 @@
+"""The sizes that a chunk may have, and which of them to take: a size that is kept is a graph that is there already."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+# At most a quarter apart from 32 on, and multiples of what kernels compute at once.
+SIZES: NDArray[np.int64] = np.array(
+    [1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28]
+    + [n for low, step in itertools.pairwise((32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)) for n in range(low, step, low // 4)]
+    + [8192]
+)  # fmt: skip
+HOLD = 16  # steps after which a size one rung up is worth its new graph
+SLACK = 1.05  # a size that was chosen may take this much longer than wanted before it is given up
+
+
+def up_to(n: int) -> NDArray[np.int64]:
+    """The sizes of at most `n` tokens; [1] where there is none."""
+    return SIZES[: max(1, int(np.searchsorted(SIZES, n, "right")))]
+
+
+class Ladder:
+    """Takes the largest size that is fast enough, but none with which the prompt crawls, and stays where it is if it can."""
+
+    def __init__(self) -> None:
+        self.last = 0  # the size taken last, 0 before the first
+        self._n_held = 0  # steps since it changed
+
+    def pick(
+        self,
+        sizes: NDArray[np.int64],
+        times_s: NDArray[np.float64],
+        wanted_s: float,
+        rates: NDArray[np.float64],
+        least_rate: float,
+    ) -> int:
+        """One of `sizes`. `times_s` and `rates` (tokens/s of the prompt) belong to them; `least_rate` wins over `wanted_s`."""
+        within = np.flatnonzero(times_s <= wanted_s)
+        highest = int(within[-1]) if len(within) else 0
+        floor = 0
+        if least_rate > 0:
+            enough = np.flatnonzero(rates >= least_rate)
+            floor = int(enough[0]) if len(enough) else int(rates.argmax())
+        best = max(highest, floor)
+        at = int(np.searchsorted(sizes, self.last))
+        if self.last and at < len(sizes) and int(sizes[at]) == self.last and at != best:
+            is_slow = times_s[at] > SLACK * wanted_s and at > floor + 1
+            # At the top of the list it is not time that limits, but what was tried so far.
+            is_small = at < floor or best - at > 1 or (best > at and (self._n_held >= HOLD or best == len(sizes) - 1))
+            if not is_slow and not is_small:
+                best = at
+        return self.take(int(sizes[best]))
+
+    def take(self, size: int) -> int:
+        """Note that `size` is taken."""
+        self._n_held = self._n_held + 1 if size == self.last else 0
+        self.last = size
+        return size
