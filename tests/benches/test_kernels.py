@@ -78,6 +78,17 @@ def test_a_wrong_kernel_fails_the_command(tmp_path: Path, capsys: Any, monkeypat
     assert given.closed
 
 
+def test_a_wrong_stock_is_said_and_fails_nothing(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stock = case(np.array([1.0, 1.25]))
+    one, _ = case(np.ones(2), upstream=lambda: stock)
+    monkeypatch.setattr(kernels, "registry", lambda device: [one])
+    code, out, _ = run(capsys, "--times", "1", "--results", str(tmp_path))
+    assert code == 0
+    assert "one, 1: stock is not right: largest error: 0.25" in out.splitlines()
+
+
 def test_figures_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = case(np.ones(1), launches_per_run=4)
     monkeypatch.setattr(kernels_device.Device, "seconds", lambda self, function, n: [0.4] * n)
