@@ -25,31 +25,29 @@ from llamamg.plugins import Found, PluginDeclaration, PluginError, PluginView, d
 from llamamg.plugins.selection import declaration_of, unknown
 
 from . import record, rpc_servers
+from .ablation_table import plot, summary, table
 from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable
 from .judge import (
-    ACTED,
-    NO_EFFECT,
     NOT_APPLICABLE,
     NOT_MEASURED,
-    TOKENS_CHANGED,
     check_pairs,
     judge,
-    sentence,
     unmeasured,
 )  # fmt: skip
 from .loads import LOADS, Load, Sizes
 from .quiet import busy_fraction
 from .session import Session
 from .switching import Restarted, Toggled
-from .tables import word
 
 NAME = "ablation"
 HELP = "every plugin once: what each one gains, under each load, on each model"
 SERVE_FLAGS = True
 # What a plugin waits for its user to choose; the cache is off in other rows.
 CHOICES = {"spec": ["--spec-type", "suffix"], "async-cache": ["-cram", "1024"]}
+# What a plugin needs to have something to do over the rpc-servers: a short prompt in several ubatches that look alike.
+OVER_RPC = {"prefill-pipeline": ["-ub", "64"]}
 DEFAULT_MODELS = ("demo", "micro")
 DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
 
@@ -115,9 +113,11 @@ def run(args: argparse.Namespace) -> int:
                 # What needs several devices gets two, last: a device stays registered as long as the process.
                 bar.total += len(loads) * len(lacking)
                 endpoints = stack.enter_context(rpc_servers.rpc_servers(2))
-                flags = serve_flags(models[-1], loads, sizes, [*given, "--rpc", ",".join(endpoints), "-ngl", "99"])
-                measure(f"{models[-1].name} on two rpc-servers", flags, lacking)
-                starts.append(flags)
+                over_rpc = [*given, "--rpc", ",".join(endpoints), "-ngl", "99"]
+                for more, plugins in over_rpc_starts(lacking):
+                    flags = serve_flags(models[-1], loads, sizes, [*over_rpc, *more])
+                    measure(f"{models[-1].name} on two rpc-servers", flags, plugins)
+                    starts.append(flags)
         result: dict[str, Any] = {
             "bench": NAME,
             "flags": [record.without_paths(flags) for flags in starts],
@@ -139,6 +139,12 @@ def applied_nowhere(rows: list[dict[str, Any]]) -> list[str]:
     """Plugins that were not applicable in any row."""
     names = dict.fromkeys(row["plugin"] for row in rows)
     return [name for name in names if all(row["status"] == NOT_APPLICABLE for row in rows if row["plugin"] == name)]
+
+
+def over_rpc_starts(plugins: list[str]) -> list[tuple[list[str], list[str]]]:
+    """Flags that a start over rpc-servers needs beside the others, and the plugins that are measured in it."""
+    plain = [name for name in plugins if name not in OVER_RPC]
+    return [([], plain)] * bool(plain) + [(OVER_RPC[name], [name]) for name in plugins if name in OVER_RPC]
 
 
 def share_s(deadline: float, n_left: int, n_loads: int) -> float:
@@ -244,59 +250,6 @@ def _view(engine: Engine, name: str) -> PluginView:
 
 def _facts(case: Case) -> dict[str, Any]:
     return {"load": case.load.name, "mode": "one off" if case.was_on else "one on"}
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per plugin: where it acted, and whether that is as it should be."""
-    out: dict[str, Any] = {}
-    for name in dict.fromkeys(row["plugin"] for row in rows):
-        mine = [row for row in rows if row["plugin"] == name]
-        acted = [f"{row['load']} on {row['model']}" for row in mine if row["status"] == ACTED]
-        bad = [row for row in mine if row["status"] in (TOKENS_CHANGED, NOT_MEASURED)]
-        idle = all(row["status"] in (NO_EFFECT, NOT_APPLICABLE) for row in mine)
-        applies = any(row["status"] != NOT_APPLICABLE for row in mine)
-        if bad:
-            says = f"{bad[0]['status']}: {bad[0]['reason']}"
-        elif acted:
-            says = f"acted: {', '.join(acted)}"
-        elif applies:
-            says = "applicable but no effect under any load"
-        else:
-            says = f"not applicable: {mine[0]['reason']}"
-        out[name] = {"ok": not bad and not (idle and applies), "acted": acted, "says": says}
-    return out
-
-
-def plot(result: dict[str, Any]) -> dict[str, Any]:
-    """The bars: one per row that acted and metric, change in percent with its interval."""
-    bars = [
-        {
-            "plugin": row["plugin"], "mode": row["mode"], "model": row["model"], "load": row["load"], "metric": name,
-            "change_percent": m["change_percent"], "interval": m["change_interval"], "better": m["better"],
-        }
-        for row in result["rows"]
-        for name, m in row.get("metrics", {}).items()
-    ]  # fmt: skip
-    return {"kind": "bars", "title": "What each plugin changes", "unit": "%", "confidence": 0.99, "bars": bars}
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The result for people."""
-    lines = [f"{'plugin':<14} {'model':<22} {'load':<8} {'metric':<12} {'change':>9} {'99 % interval':>20} pairs"]
-    for row in result["rows"]:
-        head = f"{row['plugin']:<14} {row['model'][:22]:<22} {row['load']:<8}"
-        if row["status"] == NO_EFFECT:
-            lines.append(f"{head} does nothing here")
-            continue
-        if row["status"] != ACTED:
-            lines.append(f"{head} {sentence(row, row['effect_unit'])}")
-            continue
-        for name, m in row["metrics"].items():
-            low, high = m["change_interval"]
-            change = f"{m['change_percent']:+7.1f} % {low:+8.1f} … {high:+6.1f} %"
-            lines.append(f"{head} {name:<12} {change} {row['n_pairs']:>5}  {word(m['better'])}")
-    lines += ["", *(f"{name}: {entry['says']}" for name, entry in result["plugins"].items())]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

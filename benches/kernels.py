@@ -163,7 +163,9 @@ def table(result: Mapping[str, Any]) -> str:
         if row["upstream_note"]:
             notes.append(f"{row['kernel']}: {row['upstream_note']}")
         if row.get("upstream_ok") is False:
-            notes.append(f"{row['kernel']}, {row['size']}: stock is not right: {row['error_of']}: {row['upstream_error']:.2g}")
+            notes.append(
+                f"{row['kernel']}, {row['size']}: stock is not right: {row['error_of']}: {row['upstream_error']:.2g}"
+            )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     speed = result["copy_bytes_per_s"] / 1e9
     out = [

@@ -131,6 +131,14 @@ def test_what_applied_nowhere_is_known() -> None:
     assert ablation.applied_nowhere([{"plugin": name, "status": status} for name, status in made]) == ["a"]
 
 
+def test_what_needs_flags_of_its_own_over_rpc_gets_a_start_of_its_own() -> None:
+    assert ablation.over_rpc_starts(["decode-groups", "prefill-pipeline", "other"]) == [
+        ([], ["decode-groups", "other"]), (["-ub", "64"], ["prefill-pipeline"]),
+    ]  # fmt: skip
+    assert ablation.over_rpc_starts(["prefill-pipeline"]) == [(["-ub", "64"], ["prefill-pipeline"])]
+    assert ablation.over_rpc_starts(["decode-groups"]) == [([], ["decode-groups"])]
+
+
 def test_rpc_servers_listen_and_end() -> None:
     if rpc_servers.program() is None:
         pytest.skip("there is no rpc-server: run `llamamg build --upstream --server`")
@@ -168,3 +176,28 @@ def test_a_plugin_is_judged_over_all_rows(statuses: list[str], ok: bool, says: s
     entry = summary([_row(status) for status in statuses])["a"]
     assert entry["ok"] == ok
     assert says in entry["says"]
+
+
+def test_the_table_says_once_what_does_not_apply() -> None:
+    made: list[dict[str, Any]] = [
+        {**_row(status, load), "effect_unit": "steps", "n_pairs": 3, "metrics": metrics}
+        for status, load, metrics in (
+            (NOT_APPLICABLE, "solo", {}),
+            (NOT_APPLICABLE, "five", {}),
+            (
+                ACTED,
+                "mixed",
+                {"decode_tps": {"change_percent": 12.34, "change_interval": [10.0, 15.0], "better": True}},
+            ),
+            (NO_EFFECT, "return", {}),
+        )
+    ]
+    lines = ablation.table({"rows": made, "plugins": summary(made)}).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "plugin model load metric change 99 % interval pairs",
+        "a m solo,five not applicable: because",
+        "a m mixed decode_tps +12.3 % +10.0 … +15.0 % 3 better",
+        "a m return does nothing here",
+        "",
+        "a: acted: mixed on m",
+    ]

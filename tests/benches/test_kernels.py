@@ -78,9 +78,7 @@ def test_a_wrong_kernel_fails_the_command(tmp_path: Path, capsys: Any, monkeypat
     assert given.closed
 
 
-def test_a_wrong_stock_is_said_and_fails_nothing(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_stock_is_said_and_fails_nothing(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, stock = case(np.array([1.0, 1.25]))
     one, _ = case(np.ones(2), upstream=lambda: stock)
     monkeypatch.setattr(kernels, "registry", lambda device: [one])
