@@ -144,7 +144,7 @@ async def stream(
     body: dict[str, Any] | bytes,
     on_event: Callable[[bytes, float], None] | None = None,
 ) -> Answer:
-    """POST and read the event stream to its end. Raises ServerError, or OSError when nobody listens."""
+    """POST and read the event stream to its end. Raises ServerError, or ConnectionError when nobody listens."""
     return await Post(url, path, body, on_event).run()
 
 
@@ -167,9 +167,12 @@ class Post:
         """Send it and read the answer."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
-        _, protocol = await loop.create_connection(
-            lambda: _Stream(self._request, self._on_event, done), self._host, self._port
-        )
+        try:
+            _, protocol = await loop.create_connection(
+                lambda: _Stream(self._request, self._on_event, done), self._host, self._port
+            )
+        except OSError as error:  # of several addresses a plain one
+            raise ConnectionError(f"nobody answers at {self._host}:{self._port}: {error}") from error
         try:
             t_end = await done
         finally:

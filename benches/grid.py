@@ -26,7 +26,7 @@ from .flags import model_path, take_models
 from .grid_cells import Budget, Cell, cells, parse_counts, parse_depths
 from .grid_measure import measure
 from .grid_prompts import Prompts, n_vocab, single_words
-from .grid_sides import Side
+from .grid_sides import Checks, Side
 from .grid_table import comparisons, markdown
 from .grid_watch import Nvml, Watch
 from .program import alone
@@ -74,8 +74,7 @@ class Run:
     n_predict: int
     seed: int
     words: bool
-    n_slots: int
-    n_tokens: int  # of the deepest cell with its answer
+    checks: Checks
     budget: Budget
     nvml: Nvml
     bar: Any
@@ -100,7 +99,8 @@ class Run:
                     "device_memory_mib": [round(b - a, 1) for a, b in zip(before, after, strict=True)],
                 })  # fmt: skip
                 servers.append((side, server))
-            grid_sides.check([server for _, server in servers], self.n_slots, self.n_tokens)
+            for _, server in servers:
+                self.checks.check(server)
             yield servers
             for side, server in servers:
                 if server.process is not None:
@@ -117,8 +117,8 @@ class Run:
 
     def measure(
         self, side: Side, server: Server, prompts: Prompts, cell: Cell, flags: Sequence[str], kind: str
-    ) -> None:
-        """One cell on one side: a row more."""
+    ) -> dict[str, Any] | None:
+        """One cell on one side: a row more; None when it failed."""
         self.bar.set_postfix_str(f"{cell.label}, {side.name}")
         watch = Watch(server.process.pid if server.process else -1, self.nvml)
         row = {
@@ -134,8 +134,9 @@ class Run:
             self.n_failed += 1
             ended = "" if server.process is None or server.process.alive() else "; its process has ended"
             self.leave_out(cell, f"failed: {error}{ended}", side.name)
-            return
+            return None
         self.bar.update(1)
+        return self.rows[-1]
 
     def leave_out(self, cell: Cell, why: str, side: str = "", n: int = 1) -> None:
         """A cell that was not measured, and why."""
@@ -208,8 +209,10 @@ def best_ubatch(run: Run, sides: Sequence[Side], sizes: Sequence[int], every: Se
             with run.started([side], flags) as [(_, server)]:
                 prompts = run.prompts(server)
                 warm_up([(side, server)], prompts)
-                run.measure(side, server, prompts, probe, flags, "ub probe")
-                rates[size] = run.rows[-1]["prefill"]["tps"]
+                if (row := run.measure(side, server, prompts, probe, flags, "ub probe")) is not None:
+                    rates[size] = row["prefill"]["tps"]
+        if not rates:
+            continue
         best = max(rates, key=lambda size: rates[size])
         chosen[side.name] = {"best": best, "prefill_tps": {str(size): rate for size, rate in rates.items()}}
         flags = grid_sides.with_ubatch(run.flags, best)
@@ -245,7 +248,9 @@ def run(args: argparse.Namespace) -> int:
     every = cells(slots, depths, args.repeats)
     flags = grid_sides.serve_flags(given, slots[-1], n_tokens)
     begin, nvml = time.monotonic(), Nvml()
+    checks = Checks(slots[-1], n_tokens)
     with record.ResultFolder(args.what, args.results) as folder:
+        checks.check_running(sides)
         total = len(every) * len(sides)
         with tqdm(total=total, desc="grid", unit="cell", disable=None) as bar, contextlib.closing(nvml):
             state = Run(
@@ -254,8 +259,7 @@ def run(args: argparse.Namespace) -> int:
                 args.n_predict,
                 args.seed,
                 args.words,
-                slots[-1],
-                n_tokens,
+                checks,
                 Budget(args.minutes),
                 nvml,
                 bar,

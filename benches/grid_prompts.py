@@ -17,7 +17,9 @@ def n_vocab(server: Server) -> int:
     """Size of the vocabulary as /v1/models has it. Raises SideError."""
     meta = model_facts(server)
     if not isinstance(meta.get("n_vocab"), int):
-        raise SideError(f"{server.name} does not say how large its vocabulary is: measure it with --words")
+        raise SideError(
+            f"{server.name} does not say how large its vocabulary is: `llamamg bench grid --words` measures it"
+        )
     return int(meta["n_vocab"])
 
 

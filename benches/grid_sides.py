@@ -79,7 +79,7 @@ def parse(texts: Sequence[str], binary: Path | None) -> list[Side]:
         if named := NAMED.fullmatch(text):
             sides.append(_named(named.group(1), named.group(2), binary))
         elif found:
-            if urlsplit(url).scheme != "http" or not urlsplit(url).hostname or not name:
+            if not name or not _is_address(url):
                 raise BenchError(f"--side {text}: give NAME=http://HOST:PORT")
             sides.append(Side(name, name, url.rstrip("/")))
         elif name in LABELS:
@@ -94,6 +94,14 @@ def parse(texts: Sequence[str], binary: Path | None) -> list[Side]:
     if len(set(names)) < len(names):
         raise BenchError("every --side needs a name of its own")
     return sides
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that cannot be
+        return False
 
 
 def _named(name: str, text: str, binary: Path | None) -> Side:
@@ -143,19 +151,30 @@ def ubatch_of(flags: Sequence[str]) -> int:
     return 512
 
 
-def check(servers: Sequence[Server], n_slots: int, n_tokens: int) -> None:
-    """Room and the same model on all sides. Raises BenchError."""
-    facts: dict[str, Any] = {}
-    for server in servers:
-        check_room(server, n_slots, n_tokens)
-        found = model_facts(server)
-        for key in facts.keys() & found.keys():
-            if facts[key] != found[key]:
+class Checks:
+    """Room, and the same model on all sides that were looked at so far."""
+
+    def __init__(self, n_slots: int, n_tokens: int) -> None:
+        self._n_slots, self._n_tokens = n_slots, n_tokens
+        self._facts: dict[str, tuple[str, Any]] = {}  # what is known of the model, and which side said it first
+
+    def check(self, server: Server) -> None:
+        """Look at a server that is ready. Raises BenchError."""
+        check_room(server, self._n_slots, self._n_tokens)
+        for key, value in model_facts(server).items():
+            name, first = self._facts.setdefault(key, (server.name, value))
+            if first != value:
                 raise BenchError(
-                    f"the sides serve different models ({key}: {servers[0].name} {facts[key]}, {server.name} {found[key]}): "
+                    f"the sides serve different models ({key}: {name} {first}, {server.name} {value}): "
                     "start all with the same file"
                 )
-        facts = facts or found
+
+    def check_running(self, sides: Sequence[Side]) -> None:
+        """The servers that run already, before anything is started or measured. Raises BenchError and SideError."""
+        for side in sides:
+            if side.url is not None:
+                with side.server(Path(), ()) as server:
+                    self.check(server)
 
 
 def check_room(server: Server, n_slots: int, n_tokens: int) -> None:

@@ -73,16 +73,15 @@ def run(args: argparse.Namespace) -> int:
     is_started = any(side.url is None for side in sides)
     model = model_path(models[0] if models else "demo") if is_started else None
     flags = grid_sides.serve_flags(given, n_slots, n_tokens)
+    checks = grid_sides.Checks(n_slots, n_tokens)
     rows: list[dict[str, Any]] = []
     with record.ResultFolder(NAME, args.results) as folder:
-        seen: list[dict[str, Any]] = []
+        checks.check_running(sides)
         with tqdm(total=len(sides) * len(cells) * args.repeats, desc=NAME, unit="run", disable=None) as bar:
             for side in sides:
                 server = side.server(model or Path(), flags)
                 with server:
-                    grid_sides.check_room(server, n_slots, n_tokens)
-                    seen.append(grid_sides.model_facts(server))
-                    _same_model(seen, [s.label for s in sides])
+                    checks.check(server)
                     ids = Prompts(1, n_vocab(server))
                     bar.set_description(side.label)
                     rows += _side(server, side.name, cells, ids, args, bar)
@@ -139,15 +138,6 @@ def _counts_from_zero(text: str) -> list[int]:
     if counts[0] < 0:
         raise BenchError(f"--prompts {text}: give numbers from 0 on, like 0,1,2")
     return counts
-
-
-def _same_model(seen: list[dict[str, Any]], labels: list[str]) -> None:
-    for key in seen[0].keys() & seen[-1].keys():
-        if seen[0][key] != seen[-1][key]:
-            raise BenchError(
-                f"the sides serve different models ({key}: {labels[0]} {seen[0][key]}, {labels[len(seen) - 1]} "
-                f"{seen[-1][key]}): start all with the same file"
-            )
 
 
 def plot(result: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import http.client
 import json
@@ -25,6 +24,7 @@ from .record import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 300.0
+EXTERNAL_S = 5.0  # for a server that runs already
 STOP_S = 15.0
 PR_SET_PDEATHSIG = 1
 
@@ -118,14 +118,22 @@ class Server:
             self.process.stop()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + (START_S if self.process else 5.0)
+        deadline, said = time.monotonic() + (START_S if self.process else EXTERNAL_S), ""
         while time.monotonic() < deadline:
             if self.process is not None and not self.process.alive():
                 raise SideError(f"{self.name} ended while it started:\n{self.process.log_tail()}")
-            with contextlib.suppress(OSError, SideError, http.client.HTTPException):
-                if self.get("/health").get("status") == "ok":
+            try:
+                answer = self.get("/health")
+                if isinstance(answer, dict) and answer.get("status") == "ok":
                     return
+                said = f"it answers {str(answer)[:200]}"
+            except SideError as error:
+                said = str(error)
+            except ConnectionError:
+                said = ""
             time.sleep(0.1)
+        if said:
+            raise SideError(f"{self.name} is no llama-server that is ready at {self.url}: {said}")
         raise SideError(f"{self.name} does not answer at {self.url}/health: is the server running there?")
 
     def get(self, path: str) -> Any:
@@ -133,7 +141,7 @@ class Server:
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any], method: str = "POST", timeout_s: float = 600.0) -> Any:
-        """POST (or PATCH) as JSON. Raises SideError for an error answer."""
+        """POST (or PATCH) as JSON. Raises SideError for an error answer, ConnectionError where nobody answers."""
         return self._ask(method, path, body, timeout_s)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float = 600.0) -> Any:
@@ -144,13 +152,22 @@ class Server:
             link.request(method, path, data, {"Content-Type": "application/json"})
             response = link.getresponse()
             text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionError(
+                f"{self.name} does not answer at {self.url}: {error or type(error).__name__}"
+            ) from error
         finally:
             link.close()
         if response.status != 200:
             raise SideError(
                 f"{self.name}: {method} {path} gave {response.status}: {text[:300].decode(errors='replace')}"
             )
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise SideError(
+                f"{self.name}: {method} {path} gave no JSON: {text[:60].decode(errors='replace')!r}"
+            ) from error
 
     def cpu_s(self) -> float:
         """CPU seconds of its process; -1.0 for one we did not start."""

@@ -161,7 +161,7 @@ def test_sides_by_name_and_by_address() -> None:
     assert [side.name for side in grid_sides.parse([], None)] == ["ours", "off", "upstream"]
 
 
-@pytest.mark.parametrize("text", ["mine", "x=10.0.0.1", "=http://h:1", "x=ftp://h"])
+@pytest.mark.parametrize("text", ["mine", "x=10.0.0.1", "=http://h:1", "x=ftp://h", "x=http://h:99999", "x=http://h:p"])
 def test_a_side_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match="--side"):
         grid_sides.parse([text], None)
@@ -199,12 +199,18 @@ def test_another_ubatch_takes_the_batch_along() -> None:
     assert grid_sides.ubatch_of(["-t", "1"]) == 512
 
 
+class Bar:
+    def update(self, n: int) -> None: ...
+    def set_postfix_str(self, text: str) -> None: ...
+
+
 class FakeServer(Server):
     """Answers from a dictionary."""
 
     def __init__(self, name: str, n_ctx: int = 4096, n_slots: int = 5, **meta: int) -> None:
         super().__init__(name, "http://127.0.0.1:1")
         self.answers: dict[str, Any] = {
+            "/health": {"status": "ok"},
             "/props": {"default_generation_settings": {"n_ctx": n_ctx}, "total_slots": n_slots},
             "/v1/models": {"data": [{"meta": {"n_vocab": 1000, **meta}}]},
         }
@@ -215,18 +221,31 @@ class FakeServer(Server):
 
 def test_depth_beyond_the_context_is_said() -> None:
     with pytest.raises(BenchError, match="4096 tokens of context per slot"):
-        grid_sides.check([FakeServer("a")], 5, 5000)
+        grid_sides.Checks(5, 5000).check(FakeServer("a"))
 
 
 def test_too_few_slots_are_said() -> None:
     with pytest.raises(BenchError, match="-np 6"):
-        grid_sides.check([FakeServer("a")], 6, 100)
+        grid_sides.Checks(6, 100).check(FakeServer("a"))
 
 
 def test_different_models_are_said() -> None:
-    with pytest.raises(BenchError, match="different models"):
-        grid_sides.check([FakeServer("a", n_params=5), FakeServer("b", n_params=6)], 1, 100)
-    grid_sides.check([FakeServer("a", n_params=5), FakeServer("b", n_params=5)], 1, 100)
+    checks = grid_sides.Checks(1, 100)
+    for server in (FakeServer("a", n_params=5), FakeServer("b"), FakeServer("c", n_params=5)):
+        checks.check(server)
+    with pytest.raises(BenchError, match=r"different models \(n_params: a 5, d 6\)"):
+        checks.check(FakeServer("d", n_params=6))
+
+
+def test_different_models_are_said_of_sides_that_run_one_after_the_other() -> None:
+    def side(name: str, n_params: int) -> Any:
+        return types.SimpleNamespace(name=name, url=None, server=lambda *_: FakeServer(name, n_params=n_params))
+
+    state = grid.Run(Path(), [], 8, 1, False, grid_sides.Checks(1, 100), Budget(None), grid.Nvml(), Bar())
+    with state.started([side("a", 5)], []), state.started([side("b", 5)], []):
+        pass
+    with pytest.raises(BenchError, match="different models"), state.started([side("c", 6)], []):
+        pytest.fail("it would be measured")
 
 
 # -- memory
@@ -268,8 +287,12 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
         return [types.SimpleNamespace(pid=pid, usedGpuMemory=mib << 20) for pid, mib in ((10, 2000), (99, 500))]
 
+    counts_pcie = False
+
     def nvmlDeviceGetPcieThroughput(self, handle: int, counter: int) -> int:
-        raise self.NVMLError
+        if not self.counts_pcie:
+            raise self.NVMLError
+        return 1_000_000 if counter else 2_000_000  # KiB/s; 1 is NVML_PCIE_UTIL_RX_BYTES
 
 
 def test_gpus_are_sampled_while_a_phase_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +308,14 @@ def test_gpus_are_sampled_while_a_phase_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert device["memory_mib"]["max"] == 3000.0
     assert device["process_memory_mib"]["max"] == 2000.0
     assert "pcie_rx_mb_s" not in device
+
+
+def test_pcie_traffic_is_read_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeNvml("pynvml")
+    module.counts_pcie = True
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = Nvml().sample(0, {10})
+    assert (found["pcie_rx_mb_s"], found["pcie_tx_mb_s"]) == (1024.0, 2048.0)
 
 
 def test_without_the_package_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,15 +361,11 @@ def test_ctrl_c_in_the_middle_leaves_nothing(
 def test_a_cell_that_fails_is_left_out_and_what_was_measured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first failure of all ends the run: then the command line is wrong and not the cell."""
 
-    class Bar:
-        def update(self, n: int) -> None: ...
-        def set_postfix_str(self, text: str) -> None: ...
-
     def fail(*_: Any) -> dict[str, Any]:
         raise SideError("it broke off")
 
     side, server = grid_sides.parse(["x=http://127.0.0.1:1"], None)[0], FakeServer("x")
-    state = grid.Run(Path(), [], 8, 1, False, 1, 100, Budget(None), grid.Nvml(), Bar())
+    state = grid.Run(Path(), [], 8, 1, False, grid_sides.Checks(1, 100), Budget(None), grid.Nvml(), Bar())
     monkeypatch.setattr(grid, "measure", fail)
     with pytest.raises(SideError):
         state.measure(side, server, Prompts(1, 1000), Cell(1, 64), [], "same flags")
@@ -367,8 +394,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Played]:
 
     def make(minutes: float | None) -> Played:
         clock = Clock()
-        bar = types.SimpleNamespace(update=lambda n: None, set_postfix_str=lambda text: None)
-        state = grid.Run(Path(), ["-ub", "128"], 8, 1, False, 1, 100, Budget(minutes, clock), grid.Nvml(), bar)
+        checks = grid_sides.Checks(1, 100)
+        state = grid.Run(Path(), ["-ub", "128"], 8, 1, False, checks, Budget(minutes, clock), grid.Nvml(), Bar())
         run = Played(state, clock, [], [])
 
         @contextlib.contextmanager
@@ -437,6 +464,21 @@ def test_each_side_is_measured_again_with_its_own_best_ubatch(played: Any) -> No
     assert {name: c["best"] for name, c in chosen.items()} == {"a": 256, "b": 64}
     best = [(r["side"], r["depth"], r["ubatch"]) for r in run.state.rows if r["kind"] == grid_table.BEST]
     assert best == [("a", 1000, 256), ("a", 3000, 256), ("b", 1000, 64), ("b", 3000, 64)]
+
+
+def test_a_ubatch_that_fails_is_not_chosen(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plain = played(None), grid.measure
+    grid.together(run.state, two_sides(), cells([1], [1000], 1))  # rows that are none of the probes
+
+    def measure(server: Any, *rest: Any) -> dict[str, Any]:
+        if server.name == "a" or grid_sides.ubatch_of(server.flags) == 64:
+            raise SideError("no memory")
+        return plain(server, *rest)
+
+    monkeypatch.setattr(grid, "measure", measure)
+    chosen = grid.best_ubatch(run.state, two_sides(), [64, 256], cells([1], [1000], 1))
+    assert {name: (c["best"], list(c["prefill_tps"])) for name, c in chosen.items()} == {"b": (256, ["256"])}
+    assert {c["side"] for c in run.state.left_out} == {"a", "b"}
 
 
 def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benches import mixed
+from benches import mixed, sides
 from benches.client import Answer
 from benches.errors import BenchError
 from benches.mixed_cell import Decoder, figures
@@ -33,6 +33,7 @@ class Server(ThreadingHTTPServer):
         self.n_params, self.n_slots, self.n_ctx, self.n_busy = 1000, 8, 4096, 0
         self.stall = threading.Lock()
         self.n_predict_max = 10**9
+        self.health = 200, b'{"status": "ok"}'
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -49,13 +50,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         answers: dict[str, Any] = {
-            "/health": {"status": "ok"},
             "/props": {"total_slots": self.server.n_slots, "default_generation_settings": {"n_ctx": self.server.n_ctx}},
             "/v1/models": {"data": [{"meta": {"n_vocab": 1000, "n_params": self.server.n_params}}]},
             "/slots": [{"is_processing": self.server.n_busy > 0}],
         }
-        data = json.dumps(answers[self.path]).encode()
-        self.send_response(200)
+        health, data = self.server.health
+        if self.path != "/health":
+            data = json.dumps(answers[self.path]).encode()
+        self.send_response(health if self.path == "/health" else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -134,6 +136,32 @@ def test_nobody_there(tmp_path: Path, capsys: Any) -> None:
     status, result, said = run(tmp_path, capsys, "--side", f"a=http://127.0.0.1:{free_port()}")
     assert (status, result) == (1, None)
     assert "is the server running there?" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (200, b"<html>", "/health gave no JSON: '<html>'"),
+        (503, b'{"error": "Loading model"}', "gave 503"),
+        (200, b"[]", "it answers []"),
+    ],
+)
+def test_somebody_else_is_there(
+    server: Server,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    body: bytes,
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(sides, "EXTERNAL_S", 0.3)
+    server.health = status, body
+    code, result, said = run(tmp_path, capsys, "--side", f"a={server.url}")
+    assert (code, result) == (1, None)
+    assert sentence in said
+    assert "is no llama-server that is ready" in said
+    assert "Traceback" not in said
 
 
 def test_two_models(server: Server, tmp_path: Path, capsys: Any) -> None:
