@@ -104,12 +104,15 @@ def _micro() -> Path:
 
 
 @contextlib.contextmanager
-def opened(config: Config, plugins: PluginSet | None = None) -> Iterator[Engine]:
-    """An engine that is stepped by its user: loaded, never started, freed at the end. `plugins` replaces the installed ones."""
+def opened(config: Config, plugins: PluginSet | None = None, handle: Any = None) -> Iterator[Engine]:
+    """An engine that is stepped by its user: loaded, never started, freed at the end. `plugins` replaces the installed ones.
+
+    `handle` is a model that is loaded already, and stays loaded.
+    """
     plugins = plugins or PluginSet.discover(config.plugins)
     title = f"loading {config.model.path.name}"
     with tqdm(total=100, desc=title, unit="%", leave=False, disable=None) as bar, interrupt.held():
-        engine = load(config, plugins, progress=lambda part: _show(bar, part))
+        engine = load(config, plugins, progress=lambda part: _show(bar, part), handle=handle)
     try:
         yield engine
     finally:

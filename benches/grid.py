@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--best-ub", metavar="LIST", help="also try these -ub on each side, and measure its best one")
     add("--together", action="store_true",
         help="keep all sides loaded and alternate between them: the fairest order, if memory has room for all")  # fmt: skip
+    add("--copy-from", metavar="DEPTH",
+        help="from this depth on, sessions side by side get copies of one session's slot file instead of prompts of their own: "
+        "no prefill is measured there, and a deep cell takes seconds")  # fmt: skip
     add("--words", action="store_true", help="prompts as text instead of token ids, for servers that take no ids")
     add("--seed", type=int, default=1, metavar="S", help="of the prompts (default 1)")
     add("--llama-server", type=Path, metavar="FILE", help="unpatched llama-server (default: the built one)")
@@ -78,6 +82,8 @@ class Run:
     budget: Budget
     nvml: Nvml
     bar: Any
+    slot_files: Path | None = None  # where the servers save slots, each in a folder of its own
+    copy_from: int | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
@@ -92,7 +98,7 @@ class Run:
             for side in sides:
                 self.bar.set_postfix_str(f"starting {side.name}")
                 before, begin = self._device_memory(), time.monotonic()
-                server = stack.enter_context(side.server(self.model, flags))
+                server = stack.enter_context(side.server(self.model, [*flags, *self._slot_flags(side)]))
                 after = self._device_memory()
                 self.loads.append({
                     "side": side.name, "ubatch": grid_sides.ubatch_of(flags), "ready_s": round(time.monotonic() - begin, 2),
@@ -105,6 +111,13 @@ class Run:
             for side, server in servers:
                 if server.process is not None:
                     self.logs[f"{side.name}-ub{grid_sides.ubatch_of(flags)}"] = server.process.log_tail(4 << 20)
+
+    def _slot_flags(self, side: Side) -> list[str]:
+        if self.slot_files is None:
+            return []
+        folder = self.slot_files / side.name
+        folder.mkdir(exist_ok=True)
+        return ["--slot-save-path", str(folder)]
 
     def _device_memory(self) -> list[float]:
         return [self.nvml.sample(i, set()).get("memory_mib", 0.0) for i in range(len(self.nvml))]
@@ -125,8 +138,15 @@ class Run:
             "side": side.name, "n_sessions": cell.n_sessions, "depth": cell.depth, "repeat": cell.repeat,
             "ubatch": grid_sides.ubatch_of(flags), "kind": kind,
         }  # fmt: skip
+        if cell.is_copied:
+            row["is_copied"] = True
+            mine = [row for row in self.rows if row["side"] == side.name and row["n_sessions"] == 1]
+            if not any((row["depth"], row["repeat"]) == (cell.depth, cell.repeat) for row in mine):
+                self.leave_out(cell, "the session that it copies was not measured", side.name)
+                return
+        keep = self.copy_from is not None and cell.depth >= self.copy_from
         try:
-            self.rows.append({**row, **measure(server, cell, prompts, self.n_predict, watch)})
+            self.rows.append({**row, **measure(server, cell, prompts, self.n_predict, watch, keep)})
         except (SideError, ServerError, OSError) as error:
             if not self.rows:
                 raise
@@ -245,11 +265,16 @@ def run(args: argparse.Namespace) -> int:
     if not foreign and not model.is_file():
         raise BenchError(f"{model} is no file: give a model with -m")
     n_tokens = depths[-1] + args.n_predict + 2
-    every = cells(slots, depths, args.repeats)
+    copy_from = parse_depths(args.copy_from)[0] if args.copy_from else None
+    if copy_from is not None and (slots[0] != 1 or any(side.url is not None for side in sides)):
+        raise BenchError("--copy-from copies what one session computed: give --slots from 1 on, and sides started here")
+    every = cells(slots, depths, args.repeats, copy_from)
     flags = grid_sides.serve_flags(given, slots[-1], n_tokens)
     begin, nvml = time.monotonic(), Nvml()
     checks = Checks(slots[-1], n_tokens)
-    with record.ResultFolder(args.what, args.results) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(record.ResultFolder(args.what, args.results))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="grid-slots-")) if copy_from else None
         checks.check_running(sides)
         total = len(every) * len(sides)
         with tqdm(total=total, desc="grid", unit="cell", disable=None) as bar, contextlib.closing(nvml):
@@ -263,6 +288,8 @@ def run(args: argparse.Namespace) -> int:
                 Budget(args.minutes),
                 nvml,
                 bar,
+                Path(scratch) if scratch else None,
+                copy_from,
             )
             if args.together:
                 together(state, sides, every)
@@ -274,6 +301,7 @@ def run(args: argparse.Namespace) -> int:
             "slots": slots,
             "depths": depths,
             "n_predict": args.n_predict,
+            "copy_from": copy_from,
             "prompts": {"kind": "words" if args.words else "token ids", "seed": args.seed},
             "order": "alternating, all sides loaded" if args.together else "one side at a time",
             "minutes": args.minutes,

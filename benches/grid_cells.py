@@ -11,6 +11,7 @@ from .errors import BenchError
 ATTENTION_DEPTH = (
     200_000  # tokens at which a long prompt's mean rate has halved; only orders and estimates depend on it
 )
+COPY_SPEED = 10  # a state is saved or loaded so many times as fast as its prompt is computed, or faster
 MARGIN = 1.1
 
 
@@ -21,10 +22,13 @@ class Cell:
     n_sessions: int
     depth: int
     repeat: int = 0
+    is_copied: bool = False  # every session gets what the cell of one session left behind
 
     @property
     def cost(self) -> float:
         """Work, in no particular unit."""
+        if self.is_copied:
+            return self.n_sessions * self.depth / COPY_SPEED
         return self.n_sessions * self.depth * (1 + self.depth / ATTENTION_DEPTH)
 
     @property
@@ -61,10 +65,21 @@ def _numbers(text: str, option: str, least: int) -> list[int]:
     return sorted(found)
 
 
-def cells(slots: Sequence[int], depths: Sequence[int], n_repeats: int) -> list[Cell]:
-    """All cells, the most important first: each cell before its repeats, cheap ones repeated before dear ones begin."""
-    every = [Cell(n, depth, r) for n in slots for depth in depths for r in range(n_repeats)]
-    return sorted(every, key=lambda cell: (cell.cost * (1 + cell.repeat) ** 2, cell.repeat, cell.n_sessions))
+def cells(slots: Sequence[int], depths: Sequence[int], n_repeats: int, copy_from: int | None = None) -> list[Cell]:
+    """All cells, the most important first: each cell before its repeats, cheap ones repeated before dear ones begin.
+
+    Several sessions of `copy_from` tokens or more are copies, and follow the one session that they are copies of.
+    """
+
+    def is_copied(n: int, depth: int) -> bool:
+        return copy_from is not None and n > 1 and depth >= copy_from
+
+    def order(cell: Cell) -> tuple[float, int, int]:
+        computed = Cell(1, cell.depth) if cell.is_copied else cell
+        return computed.cost * (1 + cell.repeat) ** 2, cell.repeat, cell.n_sessions
+
+    every = [Cell(n, depth, r, is_copied(n, depth)) for n in slots for depth in depths for r in range(n_repeats)]
+    return sorted(every, key=order)
 
 
 class Budget:

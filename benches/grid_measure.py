@@ -32,13 +32,27 @@ class Stream:
         return int(self.counts[i - 1]) if i else 0
 
 
-def measure(server: Server, cell: Cell, prompts: Prompts, n_predict: int, watch: Watch) -> dict[str, Any]:
-    """Prefill and generation of a cell. Raises SideError and ServerError."""
-    texts = [prompts.make(session, cell.depth, cell.repeat) for session in range(cell.n_sessions)]
-    with watch.phase() as seen:
-        first = _ask(server, [_body(text, 1, session, cache=False) for session, text in enumerate(texts)])
-    row: dict[str, Any] = {"prefill": prefill_row(first), "prefill_watch": seen.summary()}
-    more = [_body(prompts.longer(text), n_predict, session, cache=True) for session, text in enumerate(texts)]
+def measure(
+    server: Server, cell: Cell, prompts: Prompts, n_predict: int, watch: Watch, keep: bool = False
+) -> dict[str, Any]:
+    """Prefill and generation of a cell. `keep` saves the slot of a single session for cells that are copies of it.
+
+    A copied cell has no prefill: every session holds the same tokens and goes on with another one. Raises SideError and
+    ServerError.
+    """
+    row: dict[str, Any] = {"prefill": None, "prefill_watch": None}
+    if cell.is_copied:
+        texts = [prompts.make(0, cell.depth, cell.repeat)] * cell.n_sessions
+        for session in range(cell.n_sessions):
+            slot_file(server, session, "restore", cell)
+    else:
+        texts = [prompts.make(session, cell.depth, cell.repeat) for session in range(cell.n_sessions)]
+        with watch.phase() as seen:
+            first = _ask(server, [_body(text, 1, session, cache=False) for session, text in enumerate(texts)])
+        row = {"prefill": prefill_row(first), "prefill_watch": seen.summary()}
+        if keep and cell.n_sessions == 1:
+            slot_file(server, 0, "save", cell)
+    more = [_body(prompts.longer(text, i), n_predict, i, cache=True) for i, text in enumerate(texts)]
     with watch.phase() as seen:
         answers = _ask(server, more, keep=True)
     row["generate"] = generate_row([stream_of(a) for a in answers], server.name)
@@ -47,6 +61,11 @@ def measure(server: Server, cell: Cell, prompts: Prompts, n_predict: int, watch:
     row["generate"]["server_tps"] = [_timing(a, "predicted_per_second") for a in answers]
     row["generate_watch"] = seen.summary()
     return row
+
+
+def slot_file(server: Server, slot: int, action: str, cell: Cell) -> None:
+    """Save a slot under a name that its depth gives it, or load it. Raises SideError."""
+    server.post(f"/slots/{slot}?action={action}", {"filename": f"depth-{cell.depth}-{cell.repeat}.slot"})
 
 
 def _body(prompt: list[int] | str, n_predict: int, session: int, cache: bool) -> dict[str, Any]:

@@ -45,9 +45,12 @@ class Prompts:
         last = max(first + 1, int(LAST_PART * self._n_vocab))
         return [int(i) for i in random.integers(first, last, depth)]
 
-    def longer(self, prompt: list[int] | str) -> list[int] | str:
-        """The same prompt and one token more, so that nothing has to be taken back from the slot."""
-        return [*prompt, prompt[0]] if isinstance(prompt, list) else f"{prompt} {prompt.split(' ', 1)[0]}"
+    def longer(self, prompt: list[int] | str, which: int = 0) -> list[int] | str:
+        """The same prompt and one token more, one that is in it, so that nothing has to be taken back from the slot."""
+        if isinstance(prompt, list):
+            return [*prompt, prompt[which % len(prompt)]]
+        words = prompt.split(" ", which + 1)
+        return f"{prompt} {words[which % len(words)]}"
 
 
 def single_words(server: Server) -> list[str]:

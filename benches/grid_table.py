@@ -11,8 +11,8 @@ from . import pairs
 from .grid_cells import depth_name
 
 Row = Mapping[str, Any]
-METRICS: dict[str, Callable[[Row], float]] = {
-    "prefill t/s": lambda row: float(row["prefill"]["tps"]),
+METRICS: dict[str, Callable[[Row], float | None]] = {  # None: it was not measured, as the prefill of copied sessions
+    "prefill t/s": lambda row: float(row["prefill"]["tps"]) if row["prefill"] else None,
     "generation t/s": lambda row: float(row["generate"]["tps"]),
 }
 BASELINE = ("off", "upstream")  # what everything else stands on: without plugins nothing may differ
@@ -44,8 +44,8 @@ def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             a, b, per_cell = [], [], []
             rows = select(result["rows"], kind=SAME)
             for n, depth in kinds(rows):
-                mine = {row["repeat"]: value(row) for row in select(rows, side=first, n_sessions=n, depth=depth)}
-                theirs = {row["repeat"]: value(row) for row in select(rows, side=other, n_sessions=n, depth=depth)}
+                mine = _values(select(rows, side=first, n_sessions=n, depth=depth), value)
+                theirs = _values(select(rows, side=other, n_sessions=n, depth=depth), value)
                 both = sorted(mine.keys() & theirs.keys())
                 a += [mine[r] for r in both]
                 b += [theirs[r] for r in both]
@@ -57,6 +57,12 @@ def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     {"a": first, "b": other, "metric": metric, "cells": per_cell, **pairs.compare(a, b).json()}
                 )
     return found
+
+
+def _values(rows: Iterable[Row], value: Callable[[Row], float | None]) -> dict[int, float]:
+    """The value of each repeat that has one."""
+    found = {row["repeat"]: value(row) for row in rows}
+    return {repeat: number for repeat, number in found.items() if number is not None}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -125,6 +131,7 @@ def cell_table(result: Mapping[str, Any], kind: str = SAME) -> list[str]:
 
 
 def _rate(rows: Sequence[Row], phase: str) -> str:
+    rows = [row for row in rows if row[phase]]
     if not rows:
         return ""
     total = float(np.median([row[phase]["tps"] for row in rows]))
@@ -159,13 +166,14 @@ def latency_table(result: Mapping[str, Any], kind: str = SAME) -> list[str]:
 
 
 def _latencies(rows: Sequence[Row]) -> list[str]:
-    ttft = float(np.median([max(row["prefill"]["ttft_ms"]) for row in rows])) / 1000
+    computed = [row for row in rows if row["prefill"]]
+    ttft = float(np.median([max(row["prefill"]["ttft_ms"]) for row in computed])) / 1000 if computed else None
     itl = [float(np.median([row["generate"]["itl_ms"][key] for row in rows])) for key in ("p50", "p90", "p99", "max")]
     devices = [row["generate_watch"]["devices"] for row in rows][-1]
-    loads = [row["prefill_watch"]["devices"] for row in rows][-1]
+    loads = computed[-1]["prefill_watch"]["devices"] if computed else []
     rss = rows[-1]["generate_watch"]["host_rss_mib"]
     return [
-        f"{ttft:.2f}",
+        "" if ttft is None else f"{ttft:.2f}",
         *(f"{value:.1f}" for value in itl),
         "" if rss is None else f"{rss:.0f}",
         _devices(devices, ("process_memory_mib", "memory_mib"), "max"),

@@ -28,6 +28,10 @@ class JsonChild:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, on any thread; what is being asked fails then."""
         self._process.stop()
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:

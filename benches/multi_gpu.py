@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
             entry = measure(row, min(row.limit_s, left), env, survey, book)
         book.write(entry)
         n_failed += entry["status"] != "done"
-    book.derive()
     return 1 if n_failed else 0
 
 
@@ -214,20 +213,6 @@ class Book:
         while (root / (name if n == 1 else f"{name}-{n}")).exists():
             n += 1
         return root / (name if n == 1 else f"{name}-{n}")
-
-    def derive(self) -> None:
-        """What follows from several rows: the ideal that t(b) of one device allows, and what was reached of it."""
-        of = {entry["row"]: entry.get("summary") or {} for entry in self.entries if entry["status"] == "done"}
-        cells = of.get("ideal", {}).get("prefill and generation t/s", {})
-        step_s = {
-            int(cell.partition("x")[0]): int(cell.partition("x")[0]) / sides["one"][1] for cell, sides in cells.items()
-        }
-        n_stages = len([d for d in of.get("doctor", {}).get("devices", []) if d["type"] == "gpu"])
-        if not step_s or n_stages < 2:
-            return
-        best = rows.ideal_rate(step_s, max(step_s), n_stages)
-        reached = of.get("groups", {}).get("prefill and generation t/s", {})
-        say(f"ideal of {max(step_s)} sessions on {n_stages} devices: {best}; steps (s): {step_s}; reached: {reached}")
 
 
 def say(text: str) -> None:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ class Sizes:
     """How much a row does."""
 
     depths: str
-    group_depths: tuple[str, str]
-    ideal_depth: str
+    copy_from: str  # depth from which sessions side by side are copies of one
+    group_depths: str
+    group_tokens: int
     pipeline: str  # arguments of its bench
-    p2p_depths: str
     deep: str
     n_predict: int
     mixed: tuple[int, int, int]  # depth of the decoders, arriving prompt, tokens
@@ -38,23 +38,23 @@ class Sizes:
 
 
 FULL = Sizes(
-    depths="5k,50k",
-    group_depths=("4k", "20k"),
-    ideal_depth="4k",
-    pipeline="--tokens 16384 -b 8192 -ub 512 --repeats 2 -t 8",
-    p2p_depths="5k,20k",
-    deep="150k",
+    depths="5k,50k,150k",
+    copy_from="50k",
+    group_depths="4k,20k",
+    group_tokens=192,
+    pipeline="--tokens 16384 -b 8192 -ub 512 --repeats 1 -t 8",
+    deep="250k",
     n_predict=128,
     mixed=(4000, 20_000, 3000),
-    soak=(4000, 96),
+    soak=(2000, 96),
     context=1_310_720,
 )
 TINY = Sizes(
     depths="64,256",
-    group_depths=("64", "128"),
-    ideal_depth="64",
+    copy_from="256",
+    group_depths="64,128",
+    group_tokens=16,
     pipeline="--tokens 512 -b 512 -ub 128 --repeats 1 -t 1",
-    p2p_depths="64,128",
     deep="512",
     n_predict=16,
     mixed=(32, 256, 6000),
@@ -116,7 +116,9 @@ def _off(s: Setting) -> str:
     return f"off2:{s.ours} --disable {PLUGIN}" if has_plugin() else f"off2:{s.ours}"
 
 
-def _grid(s: Setting, row: str, sides: Sequence[str], slots: str, depths: str, minutes: float) -> Row:
+def _grid(
+    s: Setting, row: str, sides: Sequence[str], slots: str, depths: str, minutes: float, copy_from: str = ""
+) -> Row:
     minutes *= s.sizes.minutes
     words = [word for side in sides for word in ("--side", side)]
     made = ("--synthetic", s.synthetic) if s.synthetic else ()
@@ -124,7 +126,8 @@ def _grid(s: Setting, row: str, sides: Sequence[str], slots: str, depths: str, m
     together = () if "--rpc" in s.flags else ("--together",)
     argv = bench(
         "grid", *words, *together, "--slots", slots, "--depths", depths, "--repeats", "1", "--minutes", f"{minutes:.2f}",
-        "--n-predict", str(s.sizes.n_predict), "--what", row, "--results", str(s.results), *made, "-m", str(s.model), *s.flags,
+        "--n-predict", str(s.sizes.n_predict), "--what", row, "--results", str(s.results), *made,
+        *(("--copy-from", copy_from) if copy_from else ()), "-m", str(s.model), *s.flags,
     )  # fmt: skip
     return Row(row, argv, 60 * minutes + 75, 60 * minutes * 0.5)
 
@@ -141,55 +144,46 @@ def doctor_p2p(s: Setting) -> Row:
 
 
 def grid(s: Setting) -> Row:
-    """Upstream, ours on one device, groups off, groups auto."""
-    sides = ["upstream"]
-    if len(s.devices) > 1:
-        sides.append(f"one:{s.ours} --device {s.devices[0]}" + (f" --disable {PLUGIN}" if has_plugin() else ""))
-    sides.append(_off(s))
-    if has_plugin():
-        sides.append(_auto(s))
-    return _grid(s, "grid", sides, "1,5", s.sizes.depths, 2.4)
+    """Upstream, groups off, groups auto."""
+    return _grid(s, "grid", _compared(s), "1,5", s.sizes.depths, 4.7, s.sizes.copy_from)
 
 
 def deep(s: Setting) -> Row:
-    sides = ["upstream", _off(s), *([_auto(s)] if has_plugin() else [])]
-    return _grid(s, "deep", sides, "1", s.sizes.deep, 4.0)
+    """One session where the grid ends."""
+    return _grid(s, "deep", _compared(s), "1", s.sizes.deep, 5.0)
+
+
+def _compared(s: Setting) -> list[str]:
+    return ["upstream", _off(s), *([_auto(s)] if has_plugin() else [])]
 
 
 def groups(s: Setting) -> Row:
-    """1 … 2 x GPUs groups with five sessions."""
-    if "groups" in bench_cli.available() and "GROUPS_ARGS" in os.environ:
-        words = shlex.split(os.environ["GROUPS_ARGS"])
-        return Row(
-            "groups", bench("groups", *words, "--results", str(s.results), "-m", str(s.model), *s.flags), 150, 40
-        )
-    # The same number of groups once more with stages balanced by what doctor measured.
-    return _grid(
-        s, "groups", [*_group_sides(s), f"{_group_side(s, 2, 'g2ts')} -ts auto"], "5", s.sizes.group_depths[0], 1.7
-    )
+    """Five sessions in 1 … 2 x GPUs groups, 1 … 5 of them on one card, and contexts of the plain library on one and on all."""
+    return _groups(s, "groups", [*(("--one", ",".join(s.devices[:2])) if s.devices else ())], 280, 60)
 
 
-def groups_deep(s: Setting) -> Row:
-    """The same with longer sessions."""
-    return _grid(s, "groups-deep", _group_sides(s), "5", s.sizes.group_depths[1], 2.3)
+def p2p(s: Setting) -> Row:
+    """The same on all cards with copies from card to card; all other rows copy as GGML_CUDA_P2P is: unset, through the host."""
+    row = _groups(s, "p2p", ["--stages", str(len(s.devices))] if s.devices else [], 180, 40)
+    return replace(row, env={"GGML_CUDA_P2P": "1"})
 
 
-def _group_sides(s: Setting) -> list[str]:
+def _groups(s: Setting, row: str, more: Sequence[str], limit_s: float, least_s: float) -> Row:
     if not has_plugin():
         raise Left(f"the plugin {PLUGIN} is not in this copy")
     n_most = min(N_GROUPS_MAX, 5, max(2, 2 * len(s.devices)))
-    return [f"g1:{s.ours} --disable {PLUGIN}", *(_group_side(s, n, f"g{n}") for n in range(2, n_most + 1))]
-
-
-def _group_side(s: Setting, n: int, name: str) -> str:
-    return f"{name}:{s.ours} --enable {PLUGIN} --plugin-option {PLUGIN}.groups={n}"
+    argv = bench(
+        "groups", "--sessions", "5", "--groups", ",".join(map(str, range(1, n_most + 1))), "--depth", s.sizes.group_depths,
+        "--tokens", str(s.sizes.group_tokens), "--repeats", "1", "--stock", *more,
+        *shlex.split(os.environ.get("GROUPS_ARGS", "")), "--results", str(s.results), "-m", str(s.model), *s.flags,
+        *shlex.split(s.ours),
+    )  # fmt: skip
+    return Row(row, argv, limit_s, least_s)
 
 
 def ideal(s: Setting) -> Row:
-    """t(b) for b = 1 … 5 sessions on one device."""
-    device = f"--device {s.devices[0]}" if s.devices else ""
-    off = f" --disable {PLUGIN}" if has_plugin() else ""
-    return _grid(s, "ideal", [f"one:{s.ours} {device}{off}"], "1,2,3,4,5", s.sizes.ideal_depth, 0.8)
+    """Once a row of its own."""
+    raise Left("the row groups measures steps of one to five sessions on one card, and says what they allow")
 
 
 def pipeline(s: Setting) -> Row:
@@ -202,19 +196,10 @@ def pipeline(s: Setting) -> Row:
     return Row("pipeline", argv, 220 * s.sizes.minutes, 60 * s.sizes.minutes)
 
 
-def p2p(s: Setting) -> Row:
-    """Copies from card to card; everything else here copies as GGML_CUDA_P2P is: unset, through the host."""
-    p = "GGML_CUDA_P2P=1"
-    sides = [f"upstream-p2p:upstream {p}", f"off2-p2p:{p} {_off(s).partition(':')[2]}"]
-    if has_plugin():
-        sides.append(f"auto-p2p:{p} {_auto(s).partition(':')[2]}")
-    return _grid(s, "p2p", sides, "1,5", s.sizes.p2p_depths, 1.3)
-
-
 def mixed(s: Setting) -> Row:
     """Prompts that arrive beside two sessions."""
     depth, n_prompt, n_predict = s.sizes.mixed
-    sides = ["upstream", _off(s), *([_auto(s)] if has_plugin() else [])]
+    sides = _compared(s)
     words = [word for side in sides for word in ("--side", side)]
     argv = bench(
         "mixed", *words, "--decoders", "2", "--prompts", "0,1", "--prompt", str(n_prompt), "--depth", str(depth),
@@ -235,7 +220,9 @@ def _soak(s: Setting, name: str, seconds: float, *more: str) -> Row:
 
 def equality(s: Setting) -> Row:
     """Five sessions at once against each of them alone, three times; how many change without groups is the measure."""
-    return _soak(s, "equality", 0, "--bursts", "3", "--control", _off(s))
+    # An rpc-server serves one client at a time.
+    together = () if "--rpc" in s.flags else ("--together",)
+    return _soak(s, "equality", 0, "--bursts", "3", "--control", _off(s), *together)
 
 
 def check(s: Setting) -> Row:
@@ -255,16 +242,15 @@ def soak(s: Setting) -> Row:
 # In the order of importance.
 ROWS: dict[str, Callable[[Setting], Row]] = {
     "doctor": doctor,
-    "grid": grid,
     "groups": groups,
-    "pipeline": pipeline,
     "ideal": ideal,
     "equality": equality,
     "p2p": p2p,
     "mixed": mixed,
-    "doctor-p2p": doctor_p2p,
-    "groups-deep": groups_deep,
+    "grid": grid,
+    "pipeline": pipeline,
     "soak": soak,
+    "doctor-p2p": doctor_p2p,
     "deep": deep,
     "check": check,
 }
@@ -291,7 +277,10 @@ def summary(folder: Path) -> dict[str, Any]:
         shown = ("side", "devices", "label", "n_batch", "n_ubatch", "rate")
         return {"rows": [{key: row[key] for key in shown} for row in found["rows"]]}
     if (folder / "result.json").is_file():
-        rows = json.loads((folder / "result.json").read_text()).get("rows", [])
+        found = json.loads((folder / "result.json").read_text())
+        if "best" in found:
+            return {"best": found["best"]}
+        rows = found.get("rows", [])
         kept = ("plugin", "side", "n_decoders", "n_prompts", "median", "status", "reason", "same_batches", "alone")
         return {"rows": [{key: row[key] for key in kept if key in row} for row in rows]}
     return {}
@@ -301,7 +290,8 @@ def _of_grid(found: Mapping[str, Any]) -> dict[str, Any]:
     cells: dict[str, dict[str, list[float]]] = {}
     for row in found["rows"]:
         cell = cells.setdefault(f"{row['n_sessions']}x{row['depth']}", {})
-        cell[row["side"]] = [round(row["prefill"]["tps"], 1), round(row["generate"]["tps"], 1)]
+        prefill = row["prefill"] and round(row["prefill"]["tps"], 1)
+        cell[row["side"]] = [prefill, round(row["generate"]["tps"], 1)]
     return {"prefill and generation t/s": cells, "left_out": found["left_out"]}
 
 

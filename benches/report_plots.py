@@ -24,7 +24,7 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True,
 }  # fmt: skip
 PANELS = (
-    ("prefill", "prefill, tokens/s together", lambda row: row["prefill"]["tps"]),
+    ("prefill", "prefill, tokens/s together", lambda row: row["prefill"] and row["prefill"]["tps"]),
     ("generate", "generation, tokens/s together", lambda row: row["generate"]["tps"]),
     ("itl", "ms between tokens (median; dots: p99)", lambda row: row["generate"]["itl_ms"]["p50"]),
 )
@@ -53,7 +53,7 @@ def _curves(result: Mapping[str, Any], n_sessions: int) -> Figure:
             for i, side in enumerate(result["sides"]):
                 for kind, dashes in ((SAME, "-"), (BEST, ":")):
                     rows = select(result["rows"], kind=kind, side=side["name"], n_sessions=n_sessions)
-                    if rows:
+                    if rows := [row for row in rows if value(row) is not None]:  # copied sessions have no prefill
                         label = side["label"] + ("" if kind == SAME else ", best -ub")
                         _curve(axis, rows, value, COLORS[i % len(COLORS)], dashes, label)
             axis.set_title(title, loc="left", fontsize=10)

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIDE",
         help="the same bursts on this side too: how often answers change there by themselves",
     )
+    add("--together", action="store_true",
+        help="run the control beside the side: less time, the model twice in memory; with --seconds 0 only")  # fmt: skip
     add("--side", default="ours", metavar="SIDE", help="the server, as in `llamamg bench grid` (default ours)")
     add("--seed", type=int, default=1, metavar="S", help="of everything that is drawn (default 1)")
     add("--llama-server", type=Path, metavar="FILE", help="unpatched llama-server (default: the built one)")
@@ -82,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("seconds", 0), ("sessions", 1), ("bursts", 1), ("prompt", 8), ("n_predict", 1), ("sample", 0)):
         if getattr(args, name) < least:
             raise BenchError(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.together and args.seconds:
+        raise BenchError("--together is for --seconds 0: memory is watched in a longer run")
     side, *others = grid_sides.parse([args.side, *([args.control] if args.control else [])], args.llama_server)
     models, given = take_models(args.flags)
     if len(models) > 1:
@@ -89,14 +94,24 @@ def run(args: argparse.Namespace) -> int:
     model = model_path(models[0] if models else "demo")
     flags = grid_sides.serve_flags(given, args.sessions, args.prompt + args.n_predict)
     sizes = Sizes(args.prompt, args.n_predict)
-    with record.ResultFolder(NAME, args.results) as folder:
+    controls = [control.server(model, flags) for control in others]
+
+    def controlled() -> dict[str, Any]:
+        with controls[0] as server:
+            return again(server, burst(server, sizes, args).kept, "control")
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(record.ResultFolder(NAME, args.results))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        beside = pool.submit(controlled) if args.together and controls else None
+        for server in controls:  # after an error the thread is not waited for any longer than it takes to say so
+            stack.callback(lambda process=server.process: process and process.stop())
         with side.server(model, flags) as server, contextlib.closing(Nvml()) as nvml:
             grid_sides.check_room(server, args.sessions, args.prompt + args.n_predict)
             found = soak(server, nvml, sizes, args)
             log = server.process.log_tail(4 << 20) if server.process else ""
-        for control in others:
-            with control.server(model, flags) as server:
-                found["equal"]["control"] = again(server, burst(server, sizes, args).kept, "control")
+        if controls:
+            found["equal"]["control"] = beside.result() if beside else controlled()
         found["bad_words_in_log"] = [word for word in BAD_WORDS if word in log]
         found["failures"] = failures(found)
         result = {

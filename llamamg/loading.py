@@ -40,8 +40,13 @@ from llamamg.vocab import Vocabulary
 LOG_LEVELS = ("none", "error", "warn", "warn", "info", "debug")
 
 
-def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] | None = None) -> Engine:
-    """Load the library, the model and a context. `progress` gets the loaded fraction. Raises LoadError with a sentence."""
+def load(
+    config: Config, plugins: PluginSet, progress: Callable[[float], None] | None = None, handle: Any = None
+) -> Engine:
+    """Load the library, the model and a context. `progress` gets the loaded fraction. Raises LoadError with a sentence.
+
+    `handle` is a llama_model that is loaded already, as the configuration says; it stays its owner's.
+    """
     try:
         lib = native.load(config.build)
     except native.LibraryNotFound as error:
@@ -56,10 +61,11 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
     lib.mg.set_log(LOG_LEVELS[max(0, min(config.server.log_level, 5))])
     switches = {**plugins.native_switches(), **config.native_switches}
     header, pooled_keys = open_model(config.model.path), bool(switches.get("qsa"))
-    config = split.resolve(lib, config, header, _say, pooled_keys)
-    check_memory(config, header, lib.mg.devices(), _warn, pooled_keys, raw_keys=not switches.get("qsa-drop-raw"))
-    llama = lib.llama
-    handle = load_model(lib, config.model, progress)
+    llama, is_ours = lib.llama, handle is None
+    if is_ours:
+        config = split.resolve(lib, config, header, _say, pooled_keys)
+        check_memory(config, header, lib.mg.devices(), _warn, pooled_keys, raw_keys=not switches.get("qsa-drop-raw"))
+        handle = load_model(lib, config.model, progress)
     vocab = Vocabulary(llama, handle)
     model = describe(lib, handle, config.model.path, vocab.n_vocab, vocab.type, vocab.chat_template)
     made = contexts.make(lib, handle, config, model, vocab)
@@ -71,7 +77,8 @@ def load(config: Config, plugins: PluginSet, progress: Callable[[float], None] |
         return Sampler(llama, lib.mg, vocab, request.sampling, request.prompt, n_ctx_slot)
 
     def close() -> None:
-        llama.llama_model_free(handle)
+        if is_ours:
+            llama.llama_model_free(handle)
 
     engine = assemble(
         config,

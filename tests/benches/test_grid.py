@@ -24,6 +24,8 @@ from llamamg_benches.grid_watch import PAGE, Nvml, Watch, rss_mib, session_pids
 from llamamg_benches.program import run_module
 from llamamg_benches.sides import Server, SideError
 
+from llamamg import paths
+
 
 class Clock:
     """Time that moves when it is told to."""
@@ -59,6 +61,16 @@ def test_every_cell_comes_once_and_before_its_repeat() -> None:
     # Short cells are repeated before the deep ones begin, or a limited time would give single measurements only.
     assert order.index(Cell(1, 5000, 1)) < order.index(Cell(1, 250_000))
     assert order.index(Cell(5, 5000, 1)) < order.index(Cell(5, 50_000))
+
+
+def test_copied_cells_follow_what_they_are_copies_of() -> None:
+    order = cells([1, 5], [5000, 50_000, 150_000], 1, copy_from=50_000)
+    assert [(c.n_sessions, c.depth, c.is_copied) for c in order] == [
+        (1, 5000, False), (5, 5000, False), (1, 50_000, False), (5, 50_000, True), (1, 150_000, False), (5, 150_000, True),
+    ]  # fmt: skip
+    budget = Budget(None, Clock())
+    budget.took(order[4], 100)
+    assert budget.estimate_s(order[5]) < 50
 
 
 def test_a_cell_that_would_not_fit_is_left_out_and_a_cheaper_one_is_not() -> None:
@@ -479,6 +491,44 @@ def test_a_ubatch_that_fails_is_not_chosen(played: Any, monkeypatch: pytest.Monk
     chosen = grid.best_ubatch(run.state, two_sides(), [64, 256], cells([1], [1000], 1))
     assert {name: (c["best"], list(c["prefill_tps"])) for name, c in chosen.items()} == {"b": (256, ["256"])}
     assert {c["side"] for c in run.state.left_out} == {"a", "b"}
+
+
+def test_a_copied_cell_is_left_out_where_its_session_was(played: Any) -> None:
+    run = played(None)
+    run.state.copy_from = 1000
+    grid.together(run.state, two_sides()[:1], cells([1, 5], [1000], 1, copy_from=1000)[1:])
+    assert run.order == []
+    assert "was not measured" in run.state.left_out[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "side", ["off", "upstream", "groups:--enable decode-groups --plugin-option decode-groups.groups=2"]
+)
+def test_sessions_are_copies_of_one(
+    tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str], side: str
+) -> None:
+    if side == "upstream" and not (paths.build("upstream") / "bin" / "llama-server").is_file():
+        pytest.skip("there is no llama-server: run `llamamg build --upstream --server`")
+    status = command(
+        "--side", side, "-m", str(micro_model), "--slots", "1,3", "--depths", "70,200", "--repeats", "1", "--copy-from", "200",
+        "--n-predict", "12", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
+    )  # fmt: skip
+    assert status == 0, capsys.readouterr().err
+    [folder] = tmp_path.glob("*/*")
+    result = json.loads((folder / "grid.json").read_text())
+    rows = {(row["n_sessions"], row["depth"]): row for row in result["rows"]}
+    assert {cell: row["prefill"] is None for cell, row in rows.items()} == {
+        (1, 70): False, (1, 200): False, (3, 70): False, (3, 200): True,
+    }  # fmt: skip
+    copied = rows[3, 200]["generate"]
+    assert copied["n_recomputed"] == 0  # the file held all of it, recurrent layers included
+    assert copied["n_tokens"] > 12
+    assert "| 3 | 200 |  |" in (folder / "table.md").read_text()
+
+
+def test_copies_need_somebody_to_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--side", "off", "--slots", "2,3", "--copy-from", "200", "--results", str(tmp_path)) == 1
+    assert "give --slots from 1 on" in capsys.readouterr().err
 
 
 def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamamg_benches import grid_sides, multi_gpu, multi_gpu_rows, record
+from llamamg_benches import grid_sides, groups, multi_gpu, multi_gpu_rows, record
 from llamamg_benches.errors import BenchError
 from llamamg_benches.multi_gpu_rows import FULL, TINY, Left, Row, Setting
 from llamamg_benches.program import run_module
@@ -35,41 +36,63 @@ def has_plugin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return bool(request.param)
 
 
-def test_the_grid_compares_upstream_one_card_and_groups(has_plugin: bool) -> None:
-    sides = sides_of(multi_gpu_rows.grid(setting()))
-    assert list(sides) == ["upstream", "one", "off2"] + ["auto"] * has_plugin
+def test_the_grid_compares_upstream_and_groups(has_plugin: bool) -> None:
+    row = multi_gpu_rows.grid(setting())
+    sides = sides_of(row)
+    assert list(sides) == ["upstream", "off2"] + ["auto"] * has_plugin
     assert sides["upstream"].is_upstream
-    assert sides["one"].flags[:2] == ("--device", "CUDA0")
+    assert row.argv[row.argv.index("--copy-from") + 1] == "50k"
     if has_plugin:
         assert sides["off2"].flags == ("--disable", "decode-groups")
         assert sides["auto"].flags == ("--enable", "decode-groups")
-    single = sides_of(multi_gpu_rows.grid(setting(devices=("CUDA0",))))
-    assert "one" not in single
-    if has_plugin:
+        single = sides_of(multi_gpu_rows.grid(setting(devices=("CUDA0",))))
         assert single["auto"].flags[-1] == "decode-groups.groups=2", "one device has no groups by itself"
+
+
+def words_of(row: Row) -> dict[str, str]:
+    """The options of `bench groups` in a row."""
+    return {word: row.argv[i + 1] for i, word in enumerate(row.argv) if word.startswith("--")}
 
 
 def test_groups_up_to_twice_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: True)
-    monkeypatch.delenv("GROUPS_ARGS", raising=False)
+    monkeypatch.setenv("GROUPS_ARGS", "--repeats 7 -ts auto")
     row = multi_gpu_rows.groups(setting())
-    assert row.argv[row.argv.index("--depths") + 1] == "4k"
-    row = multi_gpu_rows.groups_deep(setting())
-    assert row.argv[row.argv.index("--depths") + 1] == "20k"
-    sides = sides_of(multi_gpu_rows.groups(setting()))
-    assert list(sides) == ["g1", "g2", "g3", "g4", "g2ts"]
-    assert sides["g3"].flags[-1] == "decode-groups.groups=3"
-    assert sides["g2ts"].flags[-2:] == ("-ts", "auto")
-    assert list(sides_of(multi_gpu_rows.groups_deep(setting()))) == ["g1", "g2", "g3", "g4"]
+    words = words_of(row)
+    assert (words["--groups"], words["--depth"], words["--one"]) == ("1,2,3,4", "4k,20k", "CUDA0,CUDA1")
+    assert (words["--repeats"], words["--sessions"]) == ("7", "5")
+    assert "--stock" in row.argv
+    assert row.argv[row.argv.index("-ts") + 1] == "auto"
+    four = words_of(multi_gpu_rows.groups(setting(("CUDA0", "CUDA1", "CUDA2", "CUDA3"))))
+    assert (four["--groups"], four["--one"]) == ("1,2,3,4,5", "CUDA0,CUDA1"), "five sessions make five groups at most"
+    assert "--one" not in multi_gpu_rows.groups(setting(())).argv
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: False)
     with pytest.raises(Left, match="decode-groups"):
         multi_gpu_rows.groups(setting())
 
 
-def test_peer_copies_are_a_variable_of_every_side(has_plugin: bool) -> None:
-    sides = sides_of(multi_gpu_rows.p2p(setting()))
-    assert sides["upstream-p2p"].is_upstream
-    assert all(dict(side.env) == {"GGML_CUDA_P2P": "1"} for side in sides.values())
+def test_the_rows_options_are_those_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: True)
+    parser = argparse.ArgumentParser()
+    groups.add_arguments(parser)
+    for make in (multi_gpu_rows.groups, multi_gpu_rows.p2p):
+        row = make(setting())
+        args, flags = parser.parse_known_args(row.argv[row.argv.index("groups") + 1 :])
+        assert args.sessions == "5"
+        assert args.stock
+        assert flags == ["-m", "m.gguf", "-t", "1"]
+
+
+def test_peer_copies_are_a_variable_of_everything_in_the_row(has_plugin: bool) -> None:
+    if has_plugin:
+        row = multi_gpu_rows.p2p(setting())
+        assert dict(row.env) == {"GGML_CUDA_P2P": "1"}
+        assert "--one" not in row.argv
+
+
+def test_what_was_a_row_once_says_where_it_is_now() -> None:
+    with pytest.raises(Left, match="the row groups"):
+        multi_gpu_rows.ideal(setting())
 
 
 def test_the_pipeline_has_its_own_bench(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +115,7 @@ def test_rows_are_named() -> None:
     with pytest.raises(BenchError, match="mixd"):
         multi_gpu_rows.parse("mixd")
     for name, make in multi_gpu_rows.ROWS.items():
-        if name not in ("groups", "groups-deep", "pipeline", "check"):
+        if name not in ("groups", "p2p", "ideal", "pipeline", "check"):
             row = make(setting())
             assert row.name == name
             assert row.least_s < row.limit_s

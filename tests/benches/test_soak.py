@@ -107,6 +107,32 @@ def test_a_soak_of_a_real_server(micro_model: Path, tmp_path: Path, capfd: pytes
     assert "asked again alone" in (folder / "table.txt").read_text()
 
 
+def test_side_and_control_at_the_same_time(
+    micro_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--seconds",
+        "0",
+        "--sessions",
+        "2",
+        "--prompt",
+        "64",
+        "--n-predict",
+        "8",
+        "--control",
+        "plain:--enable none",
+    ]
+    words += ["--together", "--results", str(tmp_path), "-m", str(micro_model), "-t", "1", "--enable", "none"]
+    status = run_module(soak, words, "soak")
+    assert status == 0, capfd.readouterr()
+    (file,) = tmp_path.glob("*/*-soak/soak.json")
+    equal = json.loads(file.read_text())["equal"]
+    assert equal["burst"]["n"] == equal["control"]["n"] == 2
+    words[1] = "4"
+    assert run_module(soak, words, "soak") == 1
+    assert "--together is for --seconds 0" in capfd.readouterr().err
+
+
 def test_options_have_bounds() -> None:
     parser = argparse.ArgumentParser()
     soak.add_arguments(parser)
