@@ -83,6 +83,7 @@ class ParseProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Pipe | None = None
+        self._is_stopped = False
 
     @property
     def pid(self) -> int | None:
@@ -92,7 +93,10 @@ class ParseProcess:
     def start(self) -> None:
         """Start the child unless it runs."""
         with self._lock:
-            self._ensure()
+            try:
+                self._ensure()
+            except EOFError:  # stopped
+                self._discard()
 
     def run(self, kind: Kind, chunks: Sequence[bytes]) -> Prepared:
         """`prepare` in the child. Raises ApiError; if the child dies that is a 500, and the next call has a new child."""
@@ -104,6 +108,8 @@ class ParseProcess:
                 return _receive(pipe)
             except (OSError, EOFError):
                 code = self._discard()
+                if self._is_stopped:
+                    raise ApiError(503, "The server is shutting down") from None
                 raise ApiError(
                     500,
                     f"The process that parses long requests ended unexpectedly (exit code {code}). "
@@ -111,7 +117,11 @@ class ParseProcess:
                 ) from None
 
     def stop(self) -> None:
-        """End the child."""
+        """End the child, in the middle of a body too, and start none any more."""
+        self._is_stopped = True
+        child = self._child
+        if child is not None:
+            child.kill()  # whoever waits for its answer holds the lock, and a long body on a busy machine takes a while
         with self._lock:
             if self._child is not None:
                 self._discard()
@@ -121,6 +131,8 @@ class ParseProcess:
             return self._pipe
         if self._child is not None:
             self._discard()
+        if self._is_stopped:
+            raise EOFError
         child_in, ours_out = os.pipe()
         ours_in, child_out = os.pipe()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -133,6 +145,8 @@ class ParseProcess:
         os.close(child_in)
         os.close(child_out)
         self._pipe = Pipe(ours_in, ours_out)
+        if self._is_stopped:  # `stop` came while it started, and did not see it
+            raise EOFError
         self._pipe.write(pickle.dumps(self._make_context))
         return self._pipe
 

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,33 @@ def test_server_uses_it_above_the_limit_only(parser: ParseProcess, server: Runni
         assert answer["tokens_evaluated"] == 200_000
         assert answer["prompt"] == "b" * 200_000
         assert long.post("/completion", {"prompt": 7, "x": "y" * 2000}).status_code == 400
+
+
+def sleepy_context() -> PrepareContext:
+    time.sleep(300)
+    return make_context()
+
+
+def test_stopping_does_not_wait_for_a_body_that_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is told to stop has no time for a child that others starve."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    found, said = ParseProcess(sleepy_context), []
+
+    def ask() -> None:
+        with pytest.raises(ApiError) as caught:
+            found.run("completion", [b'{"prompt": "x"}'])
+        said.append(caught.value.code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]  # one waits for the answer, the other for its turn
+    for thread in threads:
+        thread.start()
+    while found.pid is None:
+        time.sleep(0.01)
+    stopper = threading.Thread(target=found.stop, daemon=True)
+    stopper.start()
+    for thread in (stopper, *threads):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (said, found.pid) == ([503, 503], None)
+    found.start()
+    assert found.pid is None, "nothing is started any more"
