@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -136,15 +137,24 @@ class ChunkChoice:
             return self.solo.tps
         return solo_at(self.fit, self.solo, shape.prompt_depth, self._n_ubatch)
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was chosen last, and why; empty before that."""
+        return self._ladder.told.report() if self._ladder.told else {}
+
 
 def solo_at(fit: StepFit, solo: SoloRate, depth: float, n_ubatch: int) -> float:
-    """A measured solo rate, less what the fit says of attention at `depth`; what the fit says alone where none was measured."""
+    """A measured solo rate, less what the fit says of attention at `depth`; what the fit says alone where none was measured.
+
+    Depth grows with every step, so a machine that has become slower looks like attention too, which is as well: a prompt by
+    itself would be slower. Never less than half.
+    """
     whole = np.array([n_ubatch])
     here = float(fit.predict(StepShape(0, 0, prompt_depth=depth), whole)[0])
     if solo.tps == 0.0:
         return n_ubatch / here
     there = float(fit.predict(StepShape(0, 0, prompt_depth=solo.depth), whole)[0])
-    return solo.tps * min(1.0, max(0.25, there / here))
+    return solo.tps * min(1.0, max(0.5, there / here))
 
 
 def shape_of_state(state: StepState) -> StepShape:

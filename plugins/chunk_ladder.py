@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +24,34 @@ def up_to(n: int) -> NDArray[np.int64]:
     return SIZES[: max(1, int(np.searchsorted(SIZES, n, "right")))]
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Why a size was taken: what is expected of it and what was wanted; `share_won` where both could not be had."""
+
+    chunk: int
+    expected_s: float
+    wanted_s: float
+    prompt_tps: float
+    share_won: bool
+
+    def report(self) -> dict[str, Any]:
+        """For GET /plugins."""
+        return {
+            "chunk": self.chunk,
+            "expected_ms": round(1e3 * self.expected_s, 2),
+            "wanted_ms": round(1e3 * self.wanted_s, 2) if self.wanted_s < float("inf") else None,
+            "prompt_tps": round(self.prompt_tps, 1),
+            "decided_by": "min-share: the latency wanted leaves the prompt less" if self.share_won else "latency",
+        }
+
+
 class Ladder:
     """Takes the largest size that is fast enough, but none with which the prompt crawls, and stays where it is if it can."""
 
     def __init__(self) -> None:
         self.last = 0  # the size taken last, 0 before the first
         self._n_held = 0  # steps since it changed
+        self.told: Told | None = None
 
     def pick(
         self,
@@ -52,6 +76,7 @@ class Ladder:
             is_small = at < floor or best - at > 1 or (best > at and (self._n_held >= HOLD or best == len(sizes) - 1))
             if not is_slow and not is_small:
                 best = at
+        self.told = Told(int(sizes[best]), float(times_s[best]), wanted_s, float(rates[best]), floor > highest)
         return self.take(int(sizes[best]))
 
     def take(self, size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from llamamg import Batch, StepState
 from llamamg_plugins.chunk_choice import ChunkChoice, Limits, SoloRate
@@ -67,6 +68,17 @@ class Budgets:
         if context not in self._choices:
             self._choices[context] = ChunkChoice(self._n_ubatch, limits, solo=self.solo, clock=self._clock)
         return self._choices[context]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """For GET /plugins: the last choice for mixed steps of each context, and for prompts in one of their own."""
+        out: dict[str, Any] = {"solo_tps": round(self.solo.tps, 1)}
+        for context, choice in list(self._choices.items()):
+            if choice.report:
+                out[f"context_{context}"] = choice.report
+        if self._pace is not None and self._pace.report:
+            out["separate"] = self._pace.report
+        return out
 
     def submitted(self, batch: Batch) -> None:
         """A batch begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from llamamg import Batch, Config, Guard, Options, Sequence, StepState, Unavailable, hookimpl, plugin
 from llamamg_plugins.chunk_choice import Limits
@@ -30,7 +31,7 @@ class PrefillGate:
         max_with_decode: int = 1,
         itl_target_ms: float = 0.0,
         itl_ratio: float = 2.5,
-        min_share: float = 0.3,
+        min_share: float = 0.2,
         pass_threshold: int = 512,
     ) -> None:
         self.max_partial = max_partial
@@ -111,7 +112,7 @@ class PrefillGate:
         options.add(
             "min-share",
             type=float,
-            default=0.3,
+            default=0.2,
             minimum=0,
             help="part of its solo rate that a prompt keeps beside decoders, even where that breaks the target",
             aliases=("--prefill-min-share",),
@@ -179,6 +180,11 @@ class PrefillGate:
         """Nothing is to be learned from it."""
         if self._budgets is not None:
             self._budgets.ended(batch)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What it decided last, and whether the share or the latency did."""
+        return self._budgets.report if self._budgets is not None else {}
 
     def learn(self, n_ubatch: int, solo_tps: float = 0.0) -> None:
         """Look at what steps take from now on. `solo_tps`: a prompt's rate by itself, where it is known already."""

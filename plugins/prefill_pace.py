@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,11 @@ class PrefillPace:
         if self.solo.tps == 0.0 or not self.periods.ready:
             return self.solo.tps
         return solo_at(self.periods, self.solo, shape.prompt_depth, self._n_ubatch)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was chosen last, and why; empty before that."""
+        return self._ladder.told.report() if self._ladder.told else {}
 
 
 def contexts_decoding(state: StepState) -> list[int]:

@@ -248,3 +248,31 @@ def test_the_solo_rate_of_a_shallow_prompt_is_less_deep_in_one() -> None:
     rate = sum(n for n, _ in steps) / sum(seconds for _, seconds in steps)
     solo = 2048 / linear(0, 2048, 200_000.0)
     assert 0.25 * solo <= rate <= 0.6 * solo
+
+
+def test_a_slow_machine_does_not_make_the_chunk_larger() -> None:
+    """When every step takes twice as long, so would a prompt alone: its share does not ask for more tokens."""
+    slow = [1.0]
+    bench = Bench(lambda *of: slow[0] * hybrid(*of), ratio=1.5, min_share=0.2)
+    bench.choice.solo.tps = SOLO_HYBRID
+    for _ in range(40):
+        bench.step(0)
+    before = bench.run(200)[-1][0]
+    slow[0] = 2.0
+    bench.run(60)
+    assert np.mean([n for n, _ in bench.run(100)]) <= 1.4 * before
+
+
+def test_it_says_when_the_share_decides() -> None:
+    for ratio, decided in ((1.5, "min-share"), (10.0, "latency")):
+        gate = PrefillGate(itl_ratio=ratio, min_share=0.2)
+        gate.learn(512, SOLO_HYBRID)
+        assert gate._budgets is not None
+        bench = Bench(hybrid, ratio=ratio, min_share=0.2)
+        bench.choice.solo.tps = SOLO_HYBRID
+        gate._budgets._choices[0] = bench.choice
+        bench.run(60)
+        report = gate.report["context_0"]
+        assert report["decided_by"].startswith(decided)
+        assert report["chunk"] == bench.run(1)[0][0]
+        assert (report["expected_ms"] > report["wanted_ms"]) == (decided == "min-share")

@@ -180,7 +180,7 @@ def test_the_forks_flags_and_variables_are_declared() -> None:
         "max-with-decode": (1, (), ("LLAMA_SERVER_PREFILL_MAX_WITH_DECODE",)),
         "itl-target-ms": (0.0, ("--itl-target-ms",), ()),
         "itl-ratio": (2.5, ("--itl-ratio",), ()),
-        "min-share": (0.3, ("--prefill-min-share",), ()),
+        "min-share": (0.2, ("--prefill-min-share",), ()),
         "pass-threshold": (512, ("--prefill-pass-threshold",), ()),
     }
 
