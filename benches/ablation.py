@@ -46,8 +46,9 @@ HELP = "every plugin once: what each one gains, under each load, on each model"
 SERVE_FLAGS = True
 # What a plugin waits for its user to choose; the cache is off in other rows.
 CHOICES = {"spec": ["--spec-type", "suffix"], "async-cache": ["-cram", "1024"]}
-# What a plugin needs to have something to do over the rpc-servers: a short prompt in several ubatches that look alike.
-OVER_RPC = {"prefill-pipeline": ["-ub", "64"]}
+# What a plugin needs to have something to do over the rpc-servers: a short prompt in several ubatches that look alike, which
+# the gate would cut into pieces too small for a pipeline.
+OVER_RPC = {"prefill-pipeline": ["-ub", "64", "--disable", "prefill-gate"]}
 DEFAULT_MODELS = ("demo", "micro")
 DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
 

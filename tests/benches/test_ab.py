@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from benches import ab, ablation
+from benches import ab, ablation, rpc_servers
 from benches.judge import ACTED, NO_EFFECT, NOT_APPLICABLE
 from benches.program import run_module
 from llamamg import paths
+from llamamg.library import Library
 from llamamg.plugins import Found, discover
 from llamamg.plugins import testing as kit
 
@@ -151,6 +152,34 @@ def test_every_shipped_plugin_acts_somewhere(bench: Any) -> None:
     bars = ablation.plot(result)["bars"]
     assert {bar["plugin"] for bar in bars} == {name for name in shipped if result["plugins"][name]["acted"]}
     assert all(bar["interval"][0] <= bar["change_percent"] <= bar["interval"][1] for bar in bars)
+
+
+def test_what_needs_two_devices_acts_over_rpc_servers(micro_model: Path, library: Library, tmp_path: Path) -> None:
+    """The default run, of one load and with one small model. In a process of its own, which keeps the devices."""
+    if not library.patched or rpc_servers.program() is None:
+        pytest.skip("it takes a patched build and an rpc-server: run `llamamg build --upstream --server`")
+    script = (
+        "import sys; from pathlib import Path; from benches import ablation, program; "
+        "ablation.DEFAULT_MODELS = (sys.argv.pop(1),); sys.exit(program.alone(ablation))"
+    )
+    words = [
+        *SMALL,
+        "--load",
+        "mixed",
+        "--plugin",
+        "prefill-pipeline",
+        "--plugin",
+        "decode-groups",
+        "--results",
+        str(tmp_path),
+    ]
+    command = [sys.executable, "-c", script, str(micro_model), *words]
+    done = subprocess.run(command, cwd=paths.checkout(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [file] = tmp_path.glob("*/*/result.json")
+    plugins = json.loads(file.read_text())["plugins"]
+    for name in ("prefill-pipeline", "decode-groups"):
+        assert plugins[name]["acted"] == [f"mixed on {micro_model.name} on two rpc-servers"], plugins
 
 
 def test_a_plugin_that_acts_nowhere_fails_the_ablation(bench: Any) -> None:

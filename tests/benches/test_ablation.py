@@ -132,10 +132,12 @@ def test_what_applied_nowhere_is_known() -> None:
 
 
 def test_what_needs_flags_of_its_own_over_rpc_gets_a_start_of_its_own() -> None:
+    own = ablation.OVER_RPC["prefill-pipeline"]
     assert ablation.over_rpc_starts(["decode-groups", "prefill-pipeline", "other"]) == [
-        ([], ["decode-groups", "other"]), (["-ub", "64"], ["prefill-pipeline"]),
-    ]  # fmt: skip
-    assert ablation.over_rpc_starts(["prefill-pipeline"]) == [(["-ub", "64"], ["prefill-pipeline"])]
+        ([], ["decode-groups", "other"]),
+        (own, ["prefill-pipeline"]),
+    ]
+    assert ablation.over_rpc_starts(["prefill-pipeline"]) == [(own, ["prefill-pipeline"])]
     assert ablation.over_rpc_starts(["decode-groups"]) == [([], ["decode-groups"])]
 
 
