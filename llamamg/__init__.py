@@ -18,6 +18,7 @@ from llamamg.facts import (
     n_stages,
     native_count,
     qsa_stats,
+    set_switch,
 )
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
@@ -75,5 +76,6 @@ __all__ = [
     "pick_copier",
     "plugin",
     "qsa_stats",
+    "set_switch",
 ]
 __version__ = "0.1.0"

@@ -21,6 +21,8 @@ from llamamg.vocab import Vocabulary
 # Native switches while the context of a decode group is made beside one for prompts: groups overlap with each other, so
 # their contexts need no pipeline of their own, and a step of a few rows goes before a ubatch of a prompt.
 DECODE_ONLY = {"one-copy": 1, "stream-priority": 1}
+# And while the one for prompts is made: it leaves room on the device when told to (switch prefill-sms).
+PROMPTS_ONLY = {"prefill-stream": 1}
 # Without this patch one context may have the graph of another computed, and then samples its own logits of a step before.
 SHARED_RPC = "graph-check-and-send"
 
@@ -70,9 +72,8 @@ def _one(
     lib: Library, handle: Any, config: Config, model: ModelInfo, layout: Layout, context: int
 ) -> tuple[ModelRunner, KVCache]:
     llama, c = lib.llama, config.context
-    is_decode_only = bool(layout.prefill) and context < len(layout.groups)
     n_seq = layout.n_seq(context)
-    with lib.mg.held(DECODE_ONLY if is_decode_only else {}):
+    with lib.mg.held(_kind(layout, context)):
         pointer = new_context(lib, handle, config, n_seq, n_ubatch(c, layout, context))
     kv = KVCache(
         llama, pointer, is_recurrent=model.is_recurrent or model.is_hybrid, n_swa=0 if c.swa_full else model.n_swa
@@ -80,6 +81,13 @@ def _one(
     n_outputs = c.n_outputs_max or n_seq * (1 + c.n_draft_max)
     sizes = llama.llama_n_batch(pointer), llama.llama_n_ubatch(pointer)
     return ModelRunner(llama, lib.mg, pointer, *sizes, n_outputs, layout.first(context)), kv
+
+
+def _kind(layout: Layout, context: int) -> dict[str, int]:
+    """Native switches that a context is made with."""
+    if not layout.prefill:
+        return {}
+    return DECODE_ONLY if context < len(layout.groups) else PROMPTS_ONLY
 
 
 def _warm_up(llama: Any, context: Any, vocab: Vocabulary, kv: KVCache) -> None:

@@ -55,6 +55,18 @@ def has_switch(name: str) -> bool:
     return loaded is None or any(switch.name == name for switch in loaded.mg.switches())
 
 
+def set_switch(name: str, value: int) -> bool:
+    """Turn a native switch now, from any thread; False where no loaded library has it. A plugin that names it in
+    `native_switches` too should give the same value there: each toggle of a plugin sets all switches again."""
+    from llamamg import library
+
+    loaded = library.current()
+    if loaded is None or not has_switch(name):
+        return False
+    loaded.mg.set_switch(name, value)
+    return True
+
+
 def has_patch(name: str) -> bool:
     """Was the loaded library built with this patch, such as "graph-check-and-send"? True while none is loaded."""
     from llamamg import library

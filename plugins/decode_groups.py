@@ -6,6 +6,7 @@ group is at the second device while the next one is at the first; and a prompt, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,12 @@ from llamamg import (
     hookimpl,
     n_stages,
     plugin,
+    set_switch,
 )
 
 AUTO = "auto"
+PREFILL_SMS = "prefill-sms"  # native switch, option and route
+MAX_SMS = 1024  # more than any device has
 N_LEFT_MIN = 16  # a sequence that ends sooner than this is not worth a move
 
 
@@ -60,9 +64,11 @@ class DecodeGroups:
         ubatch: int = 16,
         local_prompt: int = 32,
         pipeline: int = 1,
+        prefill_sms: int = 0,
     ) -> None:
         self.groups, self.prefill_slots = groups, prefill_slots
         self.ubatch, self.local_prompt, self.pipeline = ubatch, local_prompt, pipeline
+        self.prefill_sms = prefill_sms
         self.n_contexts = 1
         self.n_flights = 0  # asked for while the server runs; 0: all
         self.effect = 0
@@ -107,6 +113,14 @@ class DecodeGroups:
             help="0 leaves the plugin off, like groups 0",
             env=("LLAMA_DECODE_PIPELINE",),
         )
+        options.add(
+            PREFILL_SMS,
+            type=int,
+            default=0,
+            minimum=0,
+            help="SMs of each CUDA device that the context for prompts may use, so that the others are free for answers; 0: all",
+            aliases=("--prefill-sms",),
+        )
 
     @hookimpl
     def configure(self, config: Config, devices: Seq[Any]) -> Config:
@@ -131,6 +145,8 @@ class DecodeGroups:
                 if self.groups == 1
                 else "one device holds all layers, so batches could not overlap (--decode-groups-groups 2 insists)"
             )
+        if self.prefill_sms and not n_prefill:
+            raise Unavailable("prefill-sms bounds a context for prompts, and there is none (prefill-slots is 0)")
         self.n_contexts = n_groups + bool(n_prefill)
         self.similarity = config.generation.slot_prompt_similarity
         changed = replace(
@@ -152,11 +168,20 @@ class DecodeGroups:
         return min(self.n_flights or self.n_contexts, self.n_contexts)
 
     @hookimpl
+    def native_switches(self) -> Mapping[str, int]:
+        """None while prompts may use all of a device: older libraries do that too."""
+        return {PREFILL_SMS: self.prefill_sms} if self.prefill_sms else {}
+
+    @hookimpl
     def register_routes(self) -> list[Any]:
-        """`in-flight`: how many batches may be computed at once, to read and to set."""
+        """`in-flight`: how many batches may be computed at once; `prefill-sms`: as the option. Both to read and to set."""
         from starlette.routing import Route
 
-        return [Route("/in-flight", self._in_flight, methods=["GET", "POST"])]
+        methods = ["GET", "POST"]
+        return [
+            Route("/in-flight", self._in_flight, methods=methods),
+            Route(f"/{PREFILL_SMS}", self._prefill_sms, methods=methods),
+        ]
 
     async def _in_flight(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -171,6 +196,24 @@ class DecodeGroups:
                 return JSONResponse({"error": {"code": 400, "message": sentence}}, 400)
             self.n_flights = n
         return JSONResponse({"in_flight": self.batches_in_flight(), "contexts": self.n_contexts})
+
+    async def _prefill_sms(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        if request.method == "POST":
+            try:
+                n_sms = int((await request.json())["prefill_sms"])
+            except (ValueError, TypeError, KeyError):
+                n_sms = -1
+            sentence = ""
+            if not 0 <= n_sms <= MAX_SMS:
+                sentence = f'send {{"prefill_sms": N}} with N from 0 to {MAX_SMS}; 0: all SMs'
+            elif not set_switch(PREFILL_SMS, n_sms):
+                sentence = "this native build cannot do it: run `llamamg build`"
+            if sentence:
+                return JSONResponse({"error": {"code": 400, "message": sentence}}, 400)
+            self.prefill_sms = n_sms
+        return JSONResponse({"prefill_sms": self.prefill_sms})
 
     @hookimpl
     def batch_submitted(self, batch: Batch) -> None:

@@ -17,6 +17,7 @@ enum mg_trace_what {
     MG_TRACE_REBUILT,  // host: its graph could be the previous one, but is built anew so that no device is waited for
     MG_TRACE_BUILT,    // host: its graph is built
     MG_TRACE_KEPT,     // host: a layer without rows is laid out as one with rows, as it was reserved
+    MG_TRACE_LIMITED,  // host: a graph is queued on a part of a CUDA device; id: its SMs
     MG_TRACE_REALLOC,  // host: the graph does not fit the reserved layout: every device is waited for
     MG_TRACE_ALLOCATED,  // host: its graph is split and allocated
     MG_TRACE_INPUTS,     // host: its inputs are written

@@ -14,6 +14,10 @@ from starlette.applications import Starlette
 from llamamg import Slot, StepState, Unavailable, n_stages
 from llamamg.config import Config, ContextConfig, ModelConfig
 from llamamg.layout import layout_of
+from llamamg.options import OptionError, resolve
+from llamamg.options.declared import declared_options
+from llamamg.options.table import Table
+from llamamg.plugins import discover
 from llamamg.plugins.testing import unconfigured
 from llamamg.request import Finished
 from llamamg.sequence import SequenceState
@@ -89,6 +93,7 @@ def test_numbers_are_taken_as_given() -> None:
         (config_of(), {"groups": 0}, "told so"),
         (config_of(), {"pipeline": 0}, "told so"),
         (config_of(), {"groups": 1}, "one group is asked for"),
+        (config_of(), {"groups": 2, "prefill_slots": 0, "prefill_sms": 96}, "there is none"),
     ],
 )
 def test_it_says_why_it_is_off(config: Config, options: dict[str, Any], words: str) -> None:
@@ -292,3 +297,39 @@ def test_batches_in_flight_are_set_over_http() -> None:
         assert "from 1 to 4" in answer.json()["error"]["message"]
     assert send("POST", content=b"x").status_code == 400
     assert plugin.batches_in_flight() == 2
+
+
+def test_the_part_of_a_device_for_prompts_is_an_option_and_set_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(declared_options(discover()))
+    for flag in ("--prefill-sms", "--decode-groups-prefill-sms"):
+        config = resolve.parse(["-m", "x", flag, "96"], {}, table, discover()).config
+        assert config is not None
+        assert config.plugins.options["decode-groups"]["prefill-sms"] == "96"
+    with pytest.raises(OptionError, match="at least 0"):
+        resolve.parse(["-m", "x", "--prefill-sms", "-1"], {}, table, discover())
+    assert DecodeGroups().native_switches() == {}  # an older library has no such switch
+    plugin = DecodeGroups(groups=2, prefill_slots=1, prefill_sms=96)
+    assert plugin.native_switches() == {"prefill-sms": 96}
+    turned: list[Any] = []
+    monkeypatch.setattr(
+        "llamamg_plugins.decode_groups.set_switch", lambda name, n: turned.append((name, n)) or n != 1000
+    )
+    transport = httpx.ASGITransport(app=Starlette(routes=plugin.register_routes()))
+
+    def send(method: str, **body: Any) -> httpx.Response:
+        async def exchange() -> httpx.Response:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, "/prefill-sms", **body)
+
+        return asyncio.run(exchange())
+
+    assert send("GET").json() == {"prefill_sms": 96}
+    assert send("POST", json={"prefill_sms": 64}).json() == {"prefill_sms": 64}
+    for wrong in ({"prefill_sms": -1}, {"prefill_sms": 1025}, {"prefill_sms": "half"}, {}, []):
+        assert send("POST", json=wrong).status_code == 400
+    assert turned == [("prefill-sms", 64)]
+    answer = send("POST", json={"prefill_sms": 1000})  # what a library without the switch says
+    assert "llamamg build" in answer.json()["error"]["message"]
+    assert plugin.native_switches() == {"prefill-sms": 64}
+    assert send("POST", json={"prefill_sms": 0}).json() == {"prefill_sms": 0}
+    assert plugin.native_switches() == {}
