@@ -17,6 +17,7 @@ PROBES = (1, 1, 2, 2)  # the first chunks, each twice: the first of a size pays 
 DECODE_ONLY_EVERY = 8  # plain decode steps are many and alike: after the first eight, one in eight is looked at
 N_ASKED = 2  # of those at most, where a prompt comes before any: the first may pay for a new graph
 N_SOLO_MIN = 256  # a shorter prompt fills no batch, so its rate says little
+N_SLOPE = 32  # steps with prompt tokens before the fit knows what depth costs
 N_GUESS = 16  # largest chunk tried before the solo rate may be guessed from the fit
 
 
@@ -133,7 +134,7 @@ class ChunkChoice:
         """The rate that a prompt would have by itself at this depth; 0.0 where nobody knows."""
         if self.limits.min_share <= 0:
             return 0.0
-        if self.fit.n_largest < N_GUESS:
+        if self.fit.n_seen < N_SLOPE or (self.solo.tps == 0.0 and self.fit.n_largest < N_GUESS):
             return self.solo.tps
         return solo_at(self.fit, self.solo, shape.prompt_depth, self._n_ubatch)
 

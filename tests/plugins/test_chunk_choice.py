@@ -276,3 +276,20 @@ def test_it_says_when_the_share_decides() -> None:
         assert report["decided_by"].startswith(decided)
         assert report["chunk"] == bench.run(1)[0][0]
         assert (report["expected_ms"] > report["wanted_ms"]) == (decided == "min-share")
+
+
+def test_depth_counts_for_small_chunks_too() -> None:
+    """On a CPU a few tokens are all that fits; attention makes the prompt by itself slow as well, and its share less."""
+
+    def cpu(n_rows: int, n_chunk: int, depth: float) -> float:
+        return 0.022 + (0.010 + 0.004 * n_chunk + (n_rows + n_chunk) * depth * 3e-6 if n_chunk else 0.0)
+
+    bench = Bench(cpu, ratio=2.5, min_share=0.2)
+    bench.choice.solo.tps = 240.0
+    for _ in range(40):
+        bench.step(0)
+    bench.run(40)
+    late = []
+    while bench.prompt.n_past < 2500:
+        late = bench.run(10)
+    assert np.mean([seconds for _, seconds in late]) <= 1.05 * max(2.5 * 0.022, cpu(2, 3, 2500.0))
