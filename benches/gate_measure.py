@@ -55,16 +55,23 @@ def measure(engine: Engine, plan: Plan, policies: list[Policy], out: dict[str, A
             yield
         for policy in policies if case == 0 else policies[:1]:
             _say(f"policy {policy.text}")
-            part["rows"].append(row := _row(stage, policy, n_prompts, args, part["alone_ms"]["p50"]))
+            part["rows"].append(row := _row(stage, policy, n_prompts, args))
             _say(
                 f"p99 {row['p99_ratio']:.2f}x, largest {row['max_ratio']:.2f}x, share {100 * row['prefill_share']:.0f} %"
             )
             yield
 
 
-def _row(stage: Stage, policy: Policy, n_prompts: int, args: argparse.Namespace, alone_ms: float) -> dict[str, Any]:
+def _row(stage: Stage, policy: Policy, n_prompts: int, args: argparse.Namespace) -> dict[str, Any]:
     solo_tps = stage.solo_rate(1 << 40)
+    # Sessions grow deeper and slower all the time: what they take alone is looked at right before and right after.
+    stage.use(None)
+    n_around = max(20, args.alone // 8)
+    around = stage.alone(n_around)
     row = stage.under(policy, n_prompts, n_gaps=args.gaps, seconds=args.seconds, solo_tps=solo_tps)
+    stage.use(None)
+    around += stage.alone(n_around)
+    alone_ms = float(np.median(around))
     gaps = row.pop("gaps_ms")
     itl = spread(gaps)
     # Compared with a prompt alone as far as these got: attention to what is behind them costs the same in both.
@@ -72,6 +79,7 @@ def _row(stage: Stage, policy: Policy, n_prompts: int, args: argparse.Namespace,
     return {
         "policy": policy.text,
         **row,
+        "alone_ms": alone_ms,
         "itl_ms": itl,
         "n_gaps": len(gaps),
         "prefill_share": row["prefill_tps"] / solo,

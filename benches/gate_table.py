@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 WHERE = {"one": "one context", "separate": "a context for the prompts"}
 RATIOS = (2, 3, 5, 7)
+WIDTHS = (7, 8, 8, 8, 6, 6, 6, 6, 10)
 
 
 def bound(part: Mapping[str, Any], ratio: float) -> tuple[int, float]:
@@ -63,23 +64,24 @@ def _steps(part: Mapping[str, Any], case: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(case: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"{case['prompts']} prompt(s) beside {case['decoders']} sessions".ljust(36)
-        + f" {'p50 ms':>8} {'p99 ms':>8} {'largest':>8} {'p99 x':>6} {'max x':>6} {'share':>6} {'gaps':>6} {'short ttft ms':>14}"
-    )
+    heads = ("alone", "p50 ms", "p99 ms", "largest", "p99 x", "max x", "share", "gaps", "short ttft")
+    title = f"{case['prompts']} prompt(s) beside {case['decoders']} sessions"
+    yield _line(title, heads)
     for row in case["rows"]:
         itl, short = row["itl_ms"], row.get("short_ttft_ms")
-        yield (
-            f"{row['policy']:<36} {itl['p50']:>8.1f} {itl['p99']:>8.1f} {itl['max']:>8.1f} {row['p99_ratio']:>6.2f} "
-            f"{row['max_ratio']:>6.2f} {100 * row['prefill_share']:>5.0f}% {row['n_gaps_least']:>6} "
-            f"{f'{short:.0f}' if short else '-':>14}"
-        )
+        times = [f"{value:.1f}" for value in (row["alone_ms"], itl["p50"], itl["p99"], itl["max"])]
+        ratios = [f"{row['p99_ratio']:.2f}", f"{row['max_ratio']:.2f}", f"{100 * row['prefill_share']:.0f}%"]
+        yield _line(row["policy"], (*times, *ratios, str(row["n_gaps_least"]), f"{short:.0f} ms" if short else "-"))
     for row in case["rows"]:
         worst = row["worst"][0] if row["worst"] else None
         if worst:
             sizes = "+".join(map(str, worst["chunks"])) or "none"
             when = f"{worst['ms']:.1f} ms after {worst['at_s']:.1f} s"
             yield f"  largest of {row['policy']}: {when}, prompt tokens meanwhile: {sizes}"
+
+
+def _line(title: str, cells: Iterable[str]) -> str:
+    return title.ljust(36) + "".join(f" {cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
 
 
 def _list(values: list[float]) -> str:

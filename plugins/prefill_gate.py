@@ -30,7 +30,7 @@ class PrefillGate:
         chunk: int = 256,
         max_with_decode: int = 1,
         itl_target_ms: float = 0.0,
-        itl_ratio: float = 2.5,
+        itl_ratio: float = 2.0,
         min_share: float = 0.2,
         pass_threshold: int = 512,
     ) -> None:
@@ -104,7 +104,7 @@ class PrefillGate:
         options.add(
             "itl-ratio",
             type=float,
-            default=2.5,
+            default=2.0,
             minimum=0,
             help="the same as a multiple of a step without prompt tokens; 0: no such limit",
             aliases=("--itl-ratio",),

@@ -179,7 +179,7 @@ def test_the_forks_flags_and_variables_are_declared() -> None:
         "chunk": (256, (), ("LLAMA_SERVER_PREFILL_CHUNK",)),
         "max-with-decode": (1, (), ("LLAMA_SERVER_PREFILL_MAX_WITH_DECODE",)),
         "itl-target-ms": (0.0, ("--itl-target-ms",), ()),
-        "itl-ratio": (2.5, ("--itl-ratio",), ()),
+        "itl-ratio": (2.0, ("--itl-ratio",), ()),
         "min-share": (0.2, ("--prefill-min-share",), ()),
         "pass-threshold": (512, ("--prefill-pass-threshold",), ()),
     }
