@@ -101,7 +101,7 @@ struct mg_lookup_found {
 };
 void *  mg_lookup_new(const int32_t * orders, int32_t n_orders);
 void    mg_lookup_free(void * index);
-int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all);
+int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all, int32_t n_most);
 int32_t mg_lookup_draft(void * index, void * where, int32_t last, const struct mg_lookup_rule * rule, int32_t n_max,
                         int32_t * out, struct mg_lookup_found * found);
 int32_t mg_lookup_judge(void * index, uint64_t key, int32_t n_drafted, int32_t n_accepted);

@@ -108,7 +108,8 @@ class Admission:
         n_past = self._reuse(slot, request)
         slot.tokens.keep(n_past)
         slot.sequence = sequence
-        sequence.n_past = n_past
+        sequence.n_past, sequence.goes_back = n_past, slot.goes_back and n_past > 0
+        slot.goes_back = False
         sequence.t_start = time.perf_counter()
         sequence.timings = Timings(cache_n=n_past, queue_ms=1e3 * (sequence.t_start - request.arrival))
         return sequence

@@ -55,7 +55,7 @@ class Completion:
 
     def tokens(self, sequence: Sequence, output: Output, now: float, itl: ItlWindow) -> FinishReason | None:
         """Add an output's tokens; the reason when the sequence ends with them (its Finished is in the outbox then)."""
-        self._measure(sequence, len(output.tokens), now, itl)
+        self._measure(sequence, now, itl)
         reason: FinishReason | None = None
         text, n_used = "", 0
         for token in output.tokens:
@@ -70,6 +70,7 @@ class Completion:
                 break
         request, n_unused = sequence.request, len(output.tokens) - n_used
         sequence.timings.predicted_n = sequence.n_decoded
+        self._stats.n_predicted += n_used
         if n_unused:
             # Accepted draft tokens behind the end are in the cache; the slot must not claim them.
             sequence.slot.tokens.keep(len(sequence.slot.tokens) - n_unused)
@@ -94,9 +95,8 @@ class Completion:
     def _piece(self, sequence: Sequence, token: int) -> bytes:
         return self._vocab.piece(token, self._special or token in sequence.request.preserved_tokens)
 
-    def _measure(self, sequence: Sequence, n_tokens: int, now: float, itl: ItlWindow) -> None:
+    def _measure(self, sequence: Sequence, now: float, itl: ItlWindow) -> None:
         t, stats = sequence.timings, self._stats
-        stats.n_predicted += n_tokens
         if sequence.state is SequenceState.PREFILL:
             sequence.state = SequenceState.DECODE
             sequence.t_prompt = sequence.t_last = now

@@ -51,16 +51,21 @@ class Rollback:
     def take_back(self, row: Row) -> bool:
         """Remove what a failed batch left of a row; False when the sequence cannot be cut there."""
         seq_id = row.sequence.slot.seq_id
-        if self._kv.pos_max(seq_id) < row.pos0 or self._kv.remove(seq_id, row.pos0, -1):
+        # States to go back to are written by a decode that ends well; libllama goes to those of an earlier one and says nothing.
+        if self._kv.removal is not Removal.BOUNDED and (
+            self._kv.pos_max(seq_id) < row.pos0 or self._kv.remove(seq_id, row.pos0, -1)
+        ):
             return True
         # The row is tried again, and may have to go back again.
         return self._kv.go_back(seq_id, row.pos0) and self._kv.snapshot(seq_id, row.pos0)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence leaves its slot, which claims only what is in the memory."""
-        self._kv.forget_snapshot(sequence.slot.seq_id)
+        slot = sequence.slot
+        self._kv.forget_snapshot(slot.seq_id)
+        slot.goes_back = sequence.goes_back
         if sequence.replay_from >= 0:
-            sequence.slot.tokens.keep(sequence.replay_from)
+            slot.tokens.keep(sequence.replay_from)
 
 
 def begin_row(sequence: Sequence) -> tuple[int, list[int]]:

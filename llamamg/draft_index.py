@@ -9,6 +9,8 @@ import numpy as np
 
 from llamamg.request import Tokens
 
+N_MOST = (1 << 31) - 1  # tokens added in one call, where nobody says less
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRule:
@@ -77,11 +79,14 @@ class DraftIndex:
             self._lib.mg_lookup_draft,
         )
 
-    def follow(self, tokens: Tokens, *, whole: bool = False) -> int:
-        """Hold exactly these tokens; how many are new. Only the end of those held is compared, or the `whole` of them."""
+    def follow(self, tokens: Tokens, *, whole: bool = False, n_most: int = N_MOST) -> int:
+        """Hold exactly these tokens; how many are new. Only the end of those held is compared, or the `whole` of them.
+
+        When `n_most` were added there may be more: call again, without `whole`.
+        """
         if tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
             tokens = np.ascontiguousarray(tokens, np.int32)
-        n: int = self._follow(self._handle, self._ffi.from_buffer(self._array, tokens), len(tokens), whole)
+        n: int = self._follow(self._handle, self._ffi.from_buffer(self._array, tokens), len(tokens), whole, n_most)
         return n
 
     def draft(self, last: int, rule: DraftRule, n_max: int, where: DraftIndex | None = None) -> Draft:

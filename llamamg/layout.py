@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from llamamg.config import ContextConfig
-from llamamg.model import n_slots
+from llamamg.model import n_slots, n_ubatch_min
 
 NO_IDS = range(0)
 
@@ -77,7 +77,7 @@ def n_ubatch(config: ContextConfig, layout: Layout, context: int) -> int:
     is_decode_only = bool(layout.prefill) and context < len(layout.groups)
     if not is_decode_only or not config.n_ubatch_decode:
         return config.n_ubatch
-    step = layout.n_seq(context) * (1 + config.n_draft_max)
+    step = max(layout.n_seq(context) * (1 + config.n_draft_max), n_ubatch_min(config.n_rs_seq))
     return min(max(config.n_ubatch_decode, step), config.n_ubatch)
 
 

@@ -107,6 +107,11 @@ def new_context(library: Library, model: Any, config: Config, n_seq: int | None 
     params.n_ctx = n_ctx if is_unified(c) else n_ctx + (n_seq - slots) * (n_ctx // slots)
     params.n_batch = c.n_batch
     params.n_ubatch = min(n_ubatch or c.n_ubatch, c.n_batch)
+    if params.n_ubatch < n_ubatch_min(c.n_rs_seq):
+        raise LoadError(
+            f"a ubatch of {params.n_ubatch} tokens is too small to keep {c.n_rs_seq} states of each sequence: "
+            f"use -b and -ub {n_ubatch_min(c.n_rs_seq)} or more"
+        )
     params.n_seq_max = n_seq
     params.n_rs_seq = c.n_rs_seq
     # Left at 0 every token of a ubatch may have logits, and that buffer alone is 485 MiB at 248k vocabulary entries.
@@ -137,6 +142,11 @@ def new_context(library: Library, model: Any, config: Config, n_seq: int | None 
             "or a quantized cache (-ctk q8_0 -ctv q8_0 -fa on)"
         )
     return context
+
+
+def n_ubatch_min(n_rs_seq: int) -> int:
+    """The smallest ubatch with `n_rs_seq` recurrent states to go back to: libllama ends the process with a smaller one."""
+    return n_rs_seq + 2 if n_rs_seq else 1
 
 
 def default_threads() -> int:

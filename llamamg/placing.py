@@ -10,7 +10,7 @@ from llamamg.batch import StepState
 from llamamg.hookcalls import HookCalls
 from llamamg.layout import Layout
 from llamamg.moves import Moves
-from llamamg.sequence import Sequence
+from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Slot
 
 Show = Callable[[StepState, Seq[int]], None]
@@ -60,8 +60,10 @@ class Placing:
             if self._layout.n_contexts > 1 and self._moves.involved(context):
                 continue  # asked again when they are through
             here = [slot for slot in self._slots if slot.context == context]
-            if any(slot.sequence is not None and slot.sequence.goes_back for slot in here):
-                self._undrafted.add(context)  # so that in the next step nobody does
+            going_back = [slot.sequence for slot in here if slot.sequence is not None and slot.sequence.goes_back]
+            if going_back:
+                if any(sequence.state is SequenceState.DECODE for sequence in going_back):
+                    self._undrafted.add(context)  # so that in the next step nobody does
                 continue
             if self._layout.n_contexts > 1:
                 self._show(state, (context,))

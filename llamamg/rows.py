@@ -126,7 +126,7 @@ class Rows:
         if slot.copying is not None:
             slot.give_way(begin, end)
         slot.tokens.extend(tokens)
-        sequence.n_past = end
+        sequence.n_past, sequence.goes_back = end, False
         batch.rows.append(Row(sequence, tokens, begin, 1 if end == sequence.n_prompt else 0, is_prompt=True))
         return end - begin
 

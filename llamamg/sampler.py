@@ -219,6 +219,8 @@ class RowSampler:
         out: list[int] = []
         while True:
             left = draft[len(out) :]
+            if sampler.banned:  # natively one would be taken for right: argmax knows nothing of them
+                left = left[: next((i for i, token in enumerate(left) if token in sampler.banned), len(left))]
             tokens = ffi.new("int32_t[]", len(left) + 1)
             chain, grammar = ffi.cast("void *", sampler.chain), ffi.cast("void *", sampler.grammar)
             at = index + len(out)

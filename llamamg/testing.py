@@ -97,6 +97,7 @@ class FakeKV(KVCache):
         self.can_snapshot = snapshots  # on the device
         self._snapshots = {}
         self.cut: set[int] = set()  # a recurrent state goes back at the next decode, and once only
+        self.n_written: dict[int, int] = {}  # states of its last tokens that the last decode of a sequence left
 
     def put(self, seq_id: int, pos0: int, tokens: list[int]) -> None:
         """What a decode does; positions must follow each other."""
@@ -106,6 +107,7 @@ class FakeKV(KVCache):
         self.held[seq_id].extend(tokens)
         self.rows[seq_id][pos0 : pos0 + len(tokens)] = tokens
         self.cut.discard(seq_id)
+        self.n_written[seq_id] = len(tokens)
 
     def _touch(self, seq_id: int) -> None:
         context = self.layout.context(seq_id)
@@ -118,6 +120,9 @@ class FakeKV(KVCache):
         if self.removal is not Removal.PART and 0 < begin < n:
             if begin < n - self.n_rs_seq or seq_id in self.cut:
                 return False
+            assert n - begin < self.n_written[seq_id], (
+                f"sequence {seq_id} goes back by {n - begin} tokens to a state that its last decode did not write"
+            )
             self.cut.add(seq_id)
         if begin == 0 and end == n:
             self.cut.discard(seq_id)
@@ -163,6 +168,7 @@ class FakeKV(KVCache):
         self.held[seq_id] = data.view(np.int32).tolist()
         self.rows[seq_id] = list(self.held[seq_id])
         self.cut.discard(seq_id)
+        self.n_written[seq_id] = 0
         return True
 
     def transfer(self, source: int, target: int, swap_bytes_max: int = 0) -> bool:

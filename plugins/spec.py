@@ -37,6 +37,7 @@ BUSY = 1.5  # times its usual length that a step is booked with at most
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
 ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
+READ_MAX = 8192  # tokens an index takes in at once: 1 ms; what came out of a cache is read over some steps
 
 
 @plugin(
@@ -68,7 +69,7 @@ class Spec:
         self._accounts: dict[int, Account] = {}  # request id
         self._found: dict[int, Found] = {}  # request id -> draft of this step
         self._guesses: dict[int, Guess] = {}  # request id
-        self._step_began = 0.0  # seconds, perf_counter clock; 0.0: its batch is done
+        self._began: dict[int, float] = {}  # context -> when its step began; seconds, perf_counter clock
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -83,8 +84,8 @@ class Spec:
         if not has_lookup():
             raise RuntimeError("this native build has no lookup index: run `llamamg build`")  # it was asked for
         n_max = width_below(min(self.n_max, max(kind.n_max for kind in self.kinds)))
-        if n_max == 0:
-            raise Unavailable("--spec-draft-n-max 0 drafts nothing")
+        if why := self._drafts_nothing(n_max):
+            raise Unavailable(f"nothing would ever be drafted: {why}")
         self.n_max = n_max
         context = replace(config.context, n_draft_max=max(config.context.n_draft_max, n_max))
         config = replace(config, context=context)
@@ -93,9 +94,22 @@ class Spec:
             config = replace(config, context=replace(context, n_rs_seq=n_back))
         return config
 
+    def _drafts_nothing(self, n_max: int) -> str:
+        """Which option is why; "" where drafts are possible."""
+        if self.n_max == 0:
+            return "--spec-draft-n-max is 0"
+        if n_max == 0:
+            return f"the largest draft of --spec-type {self.kinds[0].name} is 0"
+        if self.n_min > n_max:
+            return f"--spec-draft-n-min {self.n_min} is more than the longest draft, {n_max}"
+        if all(kind.rule.n_min > kind.n_max for kind in self.kinds):
+            return "--spec-ngram-mod-n-min is more than --spec-ngram-mod-n-max"
+        return ""
+
     def _rollback(self, config: Config, devices: Seq[Any]) -> int:
         """States kept of each sequence. Drafts beyond them need a copy of the state, which takes as much as one more."""
-        wanted = min(self.rollback, self.n_max, ROLLBACK_MAX)
+        in_ubatch = max(0, min(config.context.n_ubatch, config.context.n_batch) - 2)  # libllama keeps no more
+        wanted = min(self.rollback, self.n_max, ROLLBACK_MAX, in_ubatch)
         with_copy = wanted + (self.n_max > wanted)
         fit = affordable_rollback(config, devices, with_copy)
         if fit == 0:
@@ -118,13 +132,13 @@ class Spec:
             made = [DraftIndex(kind.orders, min(kind.n_max, max(self.n_max, kind.rule.n_min))) for kind in self.kinds]
             reader = self._readers[slot.id] = Reader(made)
         tokens = slot.tokens.view() if n is None else slot.tokens.view()[:n]
-        if reader.request == sequence.request.id:
-            for index in reader.indexes:
-                index.follow(tokens)
-        else:
-            n_new = max(index.follow(tokens, whole=True) for index in reader.indexes)
+        is_next = reader.request != sequence.request.id
+        n_new = max(index.follow(tokens, whole=is_next, n_most=READ_MAX) for index in reader.indexes)
+        reader.is_behind = n_new >= READ_MAX
+        if is_next:
+            self._forget(reader.request)  # it may have ended while the plugin was off
             before, reader.request, reader.account = reader.account, sequence.request.id, None
-            if before is not None and 2 * n_new <= len(tokens):
+            if before is not None and 2 * (len(reader.indexes[0]) - n_new) >= len(tokens):
                 reader.account = self._accounts[reader.request] = before.heir()
         return reader
 
@@ -133,13 +147,13 @@ class Spec:
     @hookimpl
     def spec_limit(self, state: StepState) -> int:
         """Look up a draft for every sequence, and choose together which are worth verifying."""
-        began = self._step_began = time.perf_counter()
+        began = time.perf_counter()
         self.times.step += 1
         decoding = state.decoding  # those of one context; others may be in flight, with drafts of their own
+        self._began[decoding[0].slot.context] = began
         found = [self._look_up(sequence) for sequence in decoding]
         for sequence, each in zip(decoding, found, strict=True):
             if each is None:
-                self.totals.why_not["nothing found"] += 1
                 self._found.pop(sequence.request.id, None)
             else:
                 self._found[sequence.request.id] = each
@@ -150,6 +164,13 @@ class Spec:
     def _look_up(self, sequence: Sequence) -> Found | None:
         self._compare(sequence)
         reader = self._read(sequence)
+        if reader.is_behind:
+            self.totals.why_not["still reading"] += 1
+            return None
+        sampling = sequence.request.sampling
+        if sampling.n_probs and sampling.post_sampling_probs:
+            self.totals.why_not["probabilities after sampling"] += 1  # the engine gives them for one token at a time
+            return None
         for i, (kind, index) in enumerate(zip(self.kinds, reader.indexes, strict=True)):
             n = min(kind.n_max, max(self.n_max, kind.rule.n_min))
             draft = index.draft(sequence.last_token, kind.rule, n)
@@ -157,6 +178,7 @@ class Spec:
                 draft = self._elsewhere(sequence, index, i, n)
             if draft.tokens and min(len(draft.tokens), sequence.n_remaining - 1) >= max(1, self.n_min):
                 return Found(draft, i)
+        self.totals.why_not["nothing found"] += 1
         return None
 
     def _elsewhere(self, sequence: Sequence, index: DraftIndex, i: int, n: int) -> Draft:
@@ -230,7 +252,12 @@ class Spec:
 
     def _compare(self, sequence: Sequence) -> None:
         guess = self._guesses.get(sequence.request.id)
-        if guess is None or sequence.n_decoded == guess.n_decoded + guess.n_right:
+        if guess is None:
+            return
+        n_came = sequence.n_decoded - guess.n_decoded - guess.n_right
+        if n_came > 1:  # tokens that nobody showed: a step without drafts at all, or the plugin was off
+            del self._guesses[sequence.request.id]
+        if n_came != 1:
             return
         account, n_matched = self._account(sequence), guess.draft.n_matched
         if guess.n_right == 0:
@@ -247,9 +274,8 @@ class Spec:
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn what steps take, and book it to everybody who was in this one."""
         rows = batch.rows
-        if self._step_began:  # looking up, copying states and sampling belong to the step too
-            elapsed_s = max(elapsed_s, time.perf_counter() - self._step_began)
-            self._step_began = 0.0
+        if began := self._began.pop(batch.group, 0.0):  # looking up, copying states and sampling belong to the step too
+            elapsed_s = max(elapsed_s, time.perf_counter() - began)
         if any(row.is_prompt for row in rows):
             return
         n_users, n_draft = len(rows), sum(row.n_logits - 1 for row in rows)
@@ -282,9 +308,12 @@ class Spec:
     @hookimpl
     def request_finished(self, request: Request, timings: Timings) -> None:
         """Forget a request; the index stays with its slot, for the next one that continues it."""
-        self._accounts.pop(request.id, None)
-        self._guesses.pop(request.id, None)
-        self._found.pop(request.id, None)
+        self._forget(request.id)
+
+    def _forget(self, request_id: int) -> None:
+        self._accounts.pop(request_id, None)
+        self._guesses.pop(request_id, None)
+        self._found.pop(request_id, None)
 
     # ---- what is told
 
@@ -296,4 +325,5 @@ class Spec:
 
 def _n_generating(state: StepState) -> int:
     """Sequences that generate, in all contexts."""
-    return sum(slot.busy and slot.sequence.state is SequenceState.DECODE for slot in state.slots)
+    running = (slot.sequence for slot in state.slots)  # a slot can be busy without one: it is being filled or moved
+    return sum(sequence is not None and sequence.state is SequenceState.DECODE for sequence in running)

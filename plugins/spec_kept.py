@@ -34,3 +34,4 @@ class Reader:
     indexes: list[DraftIndex]
     request: int = -1
     account: Account | None = None  # of that request
+    is_behind: bool = False  # there is more of its text to take in

@@ -33,8 +33,13 @@ void mg_lookup_free(void * index) {
     delete static_cast<mg::lookup *>(index);
 }
 
-int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all) {
-    return mg::guarded("mg_lookup_follow", -1, [&] { return of(index).follow(tokens, n, all != 0); });
+int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all, int32_t n_most) {
+    return mg::guarded("mg_lookup_follow", -1, [&] {
+        if (n < 0 || n_most < 1) {
+            throw std::invalid_argument("a text has no negative length, and at least one token at a time is taken in");
+        }
+        return of(index).follow(tokens, n, all != 0, n_most);
+    });
 }
 
 int32_t mg_lookup_draft(void * index, void * where, int32_t last, const mg_lookup_rule * rule, int32_t n_max,

@@ -24,7 +24,7 @@ public:
     void    append(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] has just been appended
     void    remove(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] is about to be removed
     void    rewind(const std::vector<int32_t> & tokens, int32_t size);  // after removals: only `size` tokens are left
-    void    rehash(size_t n_entries);
+    void    clear(size_t n_tokens);  // as if new, with room for so many
     int32_t last_end(uint64_t hash) const;  // -1: never seen
     int32_t previous(int32_t end) const {
         return previous_[end];
@@ -41,12 +41,14 @@ private:
     };
 
     size_t find(uint64_t hash) const;
+    void   make_room();
+    void   rehash(size_t n_entries);
 
     int32_t              n_;
     uint64_t             out_factor_;  // weight of the token that leaves the window
     uint64_t             rolling_ = 0;
     std::vector<entry>   entries_;  // a power of two
-    size_t               n_used_ = 0;
+    size_t               n_used_ = 0;  // entries that are not free
     std::vector<int32_t> previous_;  // one per token
 };
 
@@ -54,9 +56,9 @@ class lookup {
 public:
     lookup(const int32_t * orders, int32_t n_orders);
 
-    // Hold exactly tokens[0, n). Without `all`, only the last few tokens held so far are compared with the given ones.
-    // Returns how many tokens were added.
-    int32_t follow(const int32_t * tokens, int32_t n, bool all);
+    // Hold exactly tokens[0, n), or the first of them where that takes more than `n_most` to be added: then call again.
+    // Without `all`, only the last few tokens held so far are compared with the given ones. Returns how many were added.
+    int32_t follow(const int32_t * tokens, int32_t n, bool all, int32_t n_most);
 
     // Draft behind own tokens followed by `last`; the text is looked for in `where` (this index, or another one).
     int32_t draft(const lookup & where, int32_t last, const mg_lookup_rule & rule, int32_t n_max, int32_t * out,
@@ -75,6 +77,7 @@ private:
 
     void append(int32_t token);
     void keep(int32_t n);
+    void clear(int32_t n_tokens);
 
     std::vector<ngram_table>              tables_;  // longest n first
     std::vector<int32_t>                  tokens_;

@@ -7,6 +7,7 @@ namespace {
 
 constexpr int32_t n_candidates_max = 64;
 constexpr int32_t n_compared       = 64;  // tokens compared with what came before, and backwards to rank matches
+constexpr size_t  n_lengths_max    = 1 << 14;  // keys whose drafts are limited; then all are forgotten
 
 }  // namespace
 
@@ -165,17 +166,31 @@ void lookup::keep(int32_t n) {
     tokens_.resize(n);
 }
 
-int32_t lookup::follow(const int32_t * tokens, int32_t n, bool all) {
+void lookup::clear(int32_t n_tokens) {
+    tokens_.clear();
+    lengths_.clear();
+    for (ngram_table & table : tables_) {
+        table.clear(n_tokens);
+    }
+}
+
+int32_t lookup::follow(const int32_t * tokens, int32_t n, bool all, int32_t n_most) {
     const int32_t common = std::min(n, size());
     const int32_t begin  = all || n < size() ? 0 : std::max(0, common - n_compared);
     const auto    differs =
-        std::mismatch(tokens_.begin() + begin, tokens_.begin() + common, tokens + begin).first - tokens_.begin();
-    keep((int32_t) differs);
+        (int32_t) (std::mismatch(tokens_.begin() + begin, tokens_.begin() + common, tokens + begin).first -
+                   tokens_.begin());
+    if (size() - differs > n_most) {
+        clear(n);  // to take so many out one by one takes longer than to begin anew
+    } else {
+        keep(differs);
+    }
     const int32_t n_before = size();
-    for (int32_t i = n_before; i < n; ++i) {
+    const int32_t end      = n - n_before > n_most ? n_before + n_most : n;
+    for (int32_t i = n_before; i < end; ++i) {
         append(tokens[i]);
     }
-    return n - n_before;
+    return end - n_before;
 }
 
 int32_t lookup::draft(const lookup & where, int32_t last, const mg_lookup_rule & rule, int32_t n_max, int32_t * out,
@@ -213,6 +228,9 @@ int32_t lookup::draft(const lookup & where, int32_t last, const mg_lookup_rule &
 void lookup::judge(uint64_t key, int32_t n_drafted, int32_t n_accepted) {
     const auto known = lengths_.find(key);
     if (n_accepted < n_drafted) {
+        if (known == lengths_.end() && lengths_.size() >= n_lengths_max) {
+            lengths_.clear();
+        }
         lengths_[key] = 2 * n_accepted + 1;  // never 0: a key that missed once gets another chance
     } else if (known != lengths_.end()) {
         known->second = std::min(2 * known->second + 1, 1 << 20);

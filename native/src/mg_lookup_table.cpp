@@ -1,10 +1,13 @@
 #include "mg_lookup.h"
 
+#include <algorithm>
+
 namespace {
 
 constexpr uint64_t base      = 0x9e3779b97f4a7c15u;  // odd, so that powers never vanish modulo 2^64
 constexpr int32_t  removed   = -1;
 constexpr int32_t  free_slot = -2;
+constexpr size_t   n_min     = 1024;  // entries
 
 // Bits of a polynomial hash are uneven; the finalizer of MurmurHash3 spreads them.
 uint64_t mixed(uint64_t h) {
@@ -23,7 +26,7 @@ uint64_t value(int32_t token) {
 
 namespace mg {
 
-ngram_table::ngram_table(int32_t n) : n_(n), out_factor_(1), entries_(1024, entry{ 0, free_slot }) {
+ngram_table::ngram_table(int32_t n) : n_(n), out_factor_(1), entries_(n_min, entry{ 0, free_slot }) {
     for (int32_t i = 0; i < n; ++i) {
         out_factor_ *= base;
     }
@@ -57,7 +60,7 @@ void ngram_table::append(const std::vector<int32_t> & tokens, int32_t end) {
         return;
     }
     if (2 * (n_used_ + 1) > entries_.size()) {
-        rehash(4 * entries_.size());
+        make_room();
     }
     const uint64_t h = mixed(rolling_);
     entry &        e = entries_[find(h)];
@@ -85,12 +88,31 @@ void ngram_table::rewind(const std::vector<int32_t> & tokens, int32_t size) {
     }
 }
 
+void ngram_table::clear(size_t n_tokens) {
+    size_t n_entries = n_min;
+    while (n_entries < 2 * (n_tokens + 1)) {
+        n_entries *= 4;
+    }
+    std::vector<entry>(n_entries, entry{ 0, free_slot }).swap(entries_);
+    std::vector<int32_t>().swap(previous_);
+    n_used_  = 0;
+    rolling_ = 0;
+}
+
+// Most of the entries are of text that is not there any more: without them the table is large enough.
+void ngram_table::make_room() {
+    const auto n_live = (size_t) std::count_if(entries_.begin(), entries_.end(),
+                                               [](const entry & e) { return e.last >= 0; });
+    rehash(4 * n_live > entries_.size() ? 4 * entries_.size() : entries_.size());
+    n_used_ = n_live;
+}
+
 void ngram_table::rehash(size_t n_entries) {
     std::vector<entry> old(n_entries, entry{ 0, free_slot });
     old.swap(entries_);
     const size_t mask = n_entries - 1;
     for (const entry & e : old) {
-        if (e.last == free_slot) {
+        if (e.last < 0) {
             continue;
         }
         size_t at = e.tag & mask;

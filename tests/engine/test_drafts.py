@@ -13,6 +13,7 @@ from llamamg.guard import Guard
 from llamamg.plugins import plugin
 from llamamg.request import Finished, FinishReason
 from llamamg.testing import EOS, ask, count_up, fake_engine, run
+from llamamg_plugins.seq_compact import SeqCompact
 
 DECLARE: dict[str, Any] = {"summary": "", "helps": "", "hurts": "", "guard": Guard.same_tokens()}
 Drafter = Callable[[Any, int], list[int]]
@@ -125,6 +126,7 @@ def test_a_stop_string_inside_a_draft(with_plugins: Callable[..., Any]) -> None:
     engine, _, events = with_plugins(cls, n_slots=1, n_draft_max=6)
     end = answer(engine, events, stop=("xy",))
     assert (end.text, end.stopping_word, end.n_decoded) == ("uvw", "xy", 5)
+    assert engine.stats.n_predicted == 5  # not those that were right too and came behind it
 
 
 def test_drafts_stay_inside_the_context_and_the_limit(with_plugins: Callable[..., Any]) -> None:
@@ -201,9 +203,12 @@ def test_an_end_before_the_replay_leaves_what_the_memory_holds(with_plugins: Cal
     assert again.n_decoded == 20
 
 
-def test_a_failed_batch_with_a_draft_is_tried_again_from_the_snapshot(with_plugins: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("n_rs_seq", [0, 2])
+def test_a_failed_batch_with_a_draft_is_tried_again_from_the_snapshot(
+    with_plugins: Callable[..., Any], n_rs_seq: int
+) -> None:
     cls, _ = drafting(half_right)
-    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True)
+    engine, runner, events = with_plugins(cls, n_slots=1, n_draft_max=4, hybrid=True, n_rs_seq=n_rs_seq)
     failed: list[int] = []
 
     def fail(batch: Any) -> BatchError | None:
@@ -232,3 +237,40 @@ def test_neighbours_with_and_without_drafts(with_plugins: Callable[..., Any]) ->
     texts = {id_: event.text for id_, event in events if isinstance(event, Finished)}
     assert texts[one.id] == answer(plain_engine, plain_events, n_predict=20).text
     assert len(texts[two.id]) == 20
+
+
+def test_what_goes_back_at_its_next_decode_is_not_moved_before_it(with_plugins: Callable[..., Any]) -> None:
+    """A sequence ends with a rejection, and the prompt that continues it in its slot has to wait."""
+    cls, _ = drafting(lambda sequence, limit: half_right(sequence, limit) if sequence.slot.id == 2 else [])
+
+    @plugin(name="holder", **DECLARE)
+    class Holder:
+        n_steps = 5
+
+        @hookimpl
+        def order_prefills(self, state: Any, waiting: list[Any]) -> list[Any]:
+            if not state.decoding or type(self).n_steps == 0:
+                return waiting
+            type(self).n_steps -= 1
+            return []
+
+    engine, runner, events = with_plugins(
+        cls, Holder, SeqCompact, n_slots=3, n_draft_max=4, hybrid=True, n_rs_seq=3, n_batch=256
+    )
+    Holder.n_steps = 0
+    engine.submit(ask("prompt", id_slot=2, stop=("x",)))
+    run(engine)
+    assert engine.slots[2].goes_back
+    engine.submit(ask("neighbour", n_predict=60, id_slot=0))
+    for _ in range(3):
+        engine.step()
+    Holder.n_steps = 5
+    again = ask("promptuvwxyz", n_predict=20, id_slot=2)
+    engine.submit(again)
+    run(engine)
+    assert (2, 1) in runner.kv.copies
+    texts = {id_: event.text for id_, event in events if isinstance(event, Finished)}
+    plain_engine, _, plain_events = fake_engine(1)
+    plain_engine.submit(ask("promptuvwxyz", n_predict=20))
+    run(plain_engine)
+    assert texts[again.id] == plain_events[-1][1].text

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llamamg import StepState, Unavailable
+from llamamg import Batch, Row, StepState, Unavailable
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.library import Library
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Finished
 from llamamg.testing import EOS, ask, fake_engine, run
 from llamamg_plugins.spec import Spec
+from llamamg_plugins.spec_cost import StepTimes
 
 PHRASE = b"the quick brown fox jumps over the lazy dog; "
 
@@ -262,6 +265,106 @@ def test_sequences_of_two_contexts_are_asked_for_apart() -> None:
     before = rate.right
     plugin.draft_verified(first, len(drafted), len(drafted))
     assert rate.right > before
+
+
+def test_each_context_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of one context takes from its look-ups to its end, whatever began in another one meanwhile."""
+    served = Serving(2)
+    for i in range(2):
+        served.engine.submit(ask("go", n_predict=50, id_slot=i))
+    for _ in range(3):
+        served.engine.step()
+    plugin, state = served.plugin, served.engine.scheduler.state
+    first, second = state.decoding
+    second.slot.context = 1
+    plugin.times = StepTimes()
+    now = 10.0
+    monkeypatch.setattr("llamamg_plugins.spec.time", SimpleNamespace(perf_counter=lambda: now))
+    for sequence, began in ((first, 10.0), (second, 13.0)):
+        now = began
+        plugin.spec_limit(StepState(64, 16, slots=state.slots, decoding=[sequence]))
+    taken = []
+    for sequence, ended in ((first, 14.0), (second, 15.0)):
+        now = ended
+        plugin.batch_done(Batch([Row(sequence, [1], 9, 1)], sequence.slot.context), 0.5)
+        taken.append(plugin.times.table()["1"]["0"])
+    assert taken == [4000.0, 2000.0]  # of the first two of a size the shorter one is kept
+
+
+def test_a_slot_that_is_being_filled_is_no_user() -> None:
+    served = Serving(2, max_users=1)
+    served.engine.slots[1].restoring = True
+    served.finish(ask("go", n_predict=200, id_slot=0))
+    assert served.widest > 0
+    assert "spec" in served.engine.plugins.enabled()
+
+
+def test_a_guess_is_not_compared_with_tokens_that_were_not_shown() -> None:
+    served = Serving(slow={n: 0.01 * n**1.1 for n in range(1, 33)}, max_loss=0)
+    request = ask("go", n_predict=400)
+    served.engine.submit(request)
+    plugin = served.plugin
+    while request.id not in plugin._guesses:
+        served.engine.step()
+    served.engine.plugins.toggle("spec", False)
+    for _ in range(3):
+        served.engine.step()
+    served.engine.plugins.toggle("spec", True)
+    before, rates = plugin._guesses[request.id], deepcopy(plugin._account(request_of(served)).rates)
+    served.engine.step()
+    assert plugin._guesses[request.id] is not before
+    assert plugin._account(request_of(served)).rates == rates
+
+
+def request_of(served: Serving) -> Any:
+    """The sequence that runs."""
+    return served.engine.scheduler.running[0]
+
+
+def test_what_ended_while_it_was_off_is_forgotten() -> None:
+    served = Serving()
+    for _ in range(5):
+        request = ask("go", n_predict=100)
+        served.engine.submit(request)
+        while request.id not in served.plugin._accounts:
+            served.engine.step()
+        served.engine.plugins.toggle("spec", False)
+        run(served.engine)
+        served.engine.plugins.toggle("spec", True)
+    assert len(served.plugin._accounts) == 1
+    served.finish(ask("go", n_predict=20))
+    assert served.plugin._accounts == {}
+
+
+def test_a_long_text_is_read_over_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a prompt comes out of a cache: nobody waits for the index."""
+    monkeypatch.setattr("llamamg_plugins.spec.READ_MAX", 64)
+    served = Serving(always="on")
+    (end,) = served.finish(ask(PHRASE.decode() * 10, n_predict=200, return_tokens=True))  # one batch of 450 tokens
+    assert served.plugin.report["no_draft"]["still reading"] == 6
+    assert served.plugin.effect > 100
+    assert end.tokens == plain(ask(PHRASE.decode() * 10, n_predict=200, return_tokens=True), repeating).tokens
+
+
+def test_probabilities_after_sampling_come_without_drafts() -> None:
+    """The engine takes no draft then, so nobody else may be told that it brings something."""
+    served = Serving(always="on")
+    served.finish(ask(PHRASE.decode() * 2, n_predict=20, n_probs=2, post_sampling_probs=True))
+    assert served.plugin.report["no_draft"] == {"probabilities after sampling": 19}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"draft_n_max": 0}, "--spec-draft-n-max is 0"),
+        ({"type": "ngram-mod", "ngram_mod_n_max": 0}, "the largest draft of --spec-type ngram-mod is 0"),
+        ({"draft_n_min": 40}, "--spec-draft-n-min 40 is more than the longest draft, 31"),
+        ({"type": "ngram-mod", "ngram_mod_n_min": 65}, "--spec-ngram-mod-n-min is more than"),
+    ],
+)
+def test_what_would_draft_nothing_is_said(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unavailable, match=words):
+        Spec(**{"type": "suffix", **options}).configure(Config(ModelConfig(Path("x"))), [])
 
 
 def test_finished_requests_are_forgotten() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamamg import DraftIndex, DraftRule, Options
+from llamamg import Draft, DraftIndex, DraftRule, Options
 from llamamg.library import Library
 from llamamg_plugins.spec_options import declare
 from llamamg_plugins.spec_types import NAMES, Kind, kind, kinds
@@ -107,6 +107,49 @@ def test_an_index_that_was_cut_is_the_index_of_what_is_left() -> None:
         assert len(index) == n
         fresh = index_of(text[:n], 2, 4)
         assert [index.draft(t, rule, 9).tokens for t in range(3)] == [fresh.draft(t, rule, 9).tokens for t in range(3)]
+
+
+@pytest.mark.parametrize("kept", [0, 15_000])
+def test_texts_that_went_leave_nothing_behind(kept: int) -> None:
+    """A slot has thousands of them in its time."""
+    random = np.random.default_rng(1)
+    index, text, taken = DraftIndex((4, 8), 64), random.integers(0, 50_000, 20_000).astype(np.int32), []
+    for _ in range(60):
+        text[kept:] = random.integers(0, 50_000, len(text) - kept)
+        index.follow(text, whole=True)
+        taken.append(index.n_bytes)
+    assert max(taken) <= 4 * taken[0]
+    fresh = index_of(text, 4, 8)
+    ends = [text[:n] for n in (5_000, 16_000, 19_999)]
+    assert [drafted(index, end) for end in ends] == [drafted(fresh, end) for end in ends]
+
+
+def drafted(where: DraftIndex, end: Any) -> list[int]:
+    """What another text that ends like this would be told by an index."""
+    return index_of(end[-20:-1], 4, 8).draft(int(end[-1]), DraftRule(8, longest=True), 9, where).tokens
+
+
+def test_a_long_text_is_taken_in_piece_by_piece() -> None:
+    random = np.random.default_rng(2)
+    text = random.integers(0, 9, 5000).astype(np.int32)
+    index = index_of(text, 4, 8)
+    text[4900:] = random.integers(0, 9, 100)
+    assert index.follow(text, whole=True, n_most=700) <= 100  # a few tokens differ: no more are taken out
+    text = np.concatenate([text[:50], random.integers(0, 9, 2950)]).astype(np.int32)
+    taken = [index.follow(text, whole=True, n_most=700)]  # thousands are: that begins anew
+    assert len(index) == 700
+    while taken[-1] == 700:
+        taken.append(index.follow(text, n_most=700))
+    assert taken == [700, 700, 700, 700, 200]
+    fresh, rule = index_of(text, 4, 8), DraftRule(8, longest=True)
+    assert [index.draft(t, rule, 9) for t in range(9)] == [fresh.draft(t, rule, 9) for t in range(9)]
+
+
+def test_drafts_that_missed_are_remembered_up_to_a_number() -> None:
+    index = index_of(range(100), 2)
+    for key in range(1, 60_000):
+        index.judge(Draft([1], key, 2, 1), 1, 0)
+    assert index.n_bytes < 1 << 20
 
 
 def test_a_short_look_back_notices_a_text_that_changed() -> None:

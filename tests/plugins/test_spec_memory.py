@@ -52,6 +52,9 @@ def test_as_many_states_as_fit_on_the_device(micro_model: Path, n: int) -> None:
         ({"rollback": 99}, {}, 7),
         ({"draft_n_max": 4}, {}, 3),
         ({}, {"n_rs_seq": 2}, 2),
+        ({}, {"n_ubatch": 8}, 6),  # libllama keeps two fewer than a ubatch has tokens, and else ends the process
+        ({}, {"n_batch": 4, "n_ubatch": 4}, 2),
+        ({}, {"n_batch": 1, "n_ubatch": 1}, 0),
     ],
 )
 def test_the_plugin_asks_for_what_its_drafts_need(
