@@ -195,8 +195,8 @@ MG_API void * mg_lookup_new(const int32_t * orders, int32_t n_orders);
 MG_API void   mg_lookup_free(void * index);
 
 // Make the index hold exactly tokens[0, n). Tokens it holds already are compared at their end only, or with `all` every
-// one of them, and what differs is replaced. At most n_most tokens are added in one call: call again until fewer were, it
-// holds their beginning meanwhile. Returns how many tokens were added, or -1.
+// one of them, and what differs is replaced. At most n_most tokens are added in one call: call again until fewer were,
+// it holds their beginning meanwhile. Returns how many tokens were added, or -1.
 MG_API int32_t mg_lookup_follow(void * index, const int32_t * tokens, int32_t n, int32_t all, int32_t n_most);
 
 // Draft at most n_max tokens that may follow the index's tokens and `last`, from the index `where` (NULL: the same).

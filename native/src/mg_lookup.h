@@ -24,8 +24,8 @@ public:
     void    append(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] has just been appended
     void    remove(const std::vector<int32_t> & tokens, int32_t end);   // tokens[end] is about to be removed
     void    rewind(const std::vector<int32_t> & tokens, int32_t size);  // after removals: only `size` tokens are left
-    void    clear(size_t n_tokens);  // as if new, with room for so many
-    int32_t last_end(uint64_t hash) const;  // -1: never seen
+    void    clear(size_t n_tokens);                                     // as if new, with room for so many
+    int32_t last_end(uint64_t hash) const;                              // -1: never seen
     int32_t previous(int32_t end) const {
         return previous_[end];
     }
@@ -47,9 +47,9 @@ private:
     int32_t              n_;
     uint64_t             out_factor_;  // weight of the token that leaves the window
     uint64_t             rolling_ = 0;
-    std::vector<entry>   entries_;  // a power of two
+    std::vector<entry>   entries_;     // a power of two
     size_t               n_used_ = 0;  // entries that are not free
-    std::vector<int32_t> previous_;  // one per token
+    std::vector<int32_t> previous_;    // one per token
 };
 
 class lookup {
@@ -57,7 +57,8 @@ public:
     lookup(const int32_t * orders, int32_t n_orders);
 
     // Hold exactly tokens[0, n), or the first of them where that takes more than `n_most` to be added: then call again.
-    // Without `all`, only the last few tokens held so far are compared with the given ones. Returns how many were added.
+    // Without `all`, only the last few tokens held so far are compared with the given ones. Returns how many were
+    // added.
     int32_t follow(const int32_t * tokens, int32_t n, bool all, int32_t n_most);
 
     // Draft behind own tokens followed by `last`; the text is looked for in `where` (this index, or another one).

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int32_t n_candidates_max = 64;
-constexpr int32_t n_compared       = 64;  // tokens compared with what came before, and backwards to rank matches
+constexpr int32_t n_compared       = 64;       // tokens compared with what came before, and backwards to rank matches
 constexpr size_t  n_lengths_max    = 1 << 14;  // keys whose drafts are limited; then all are forgotten
 
 }  // namespace

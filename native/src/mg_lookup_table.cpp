@@ -101,8 +101,8 @@ void ngram_table::clear(size_t n_tokens) {
 
 // Most of the entries are of text that is not there any more: without them the table is large enough.
 void ngram_table::make_room() {
-    const auto n_live = (size_t) std::count_if(entries_.begin(), entries_.end(),
-                                               [](const entry & e) { return e.last >= 0; });
+    const auto n_live =
+        (size_t) std::count_if(entries_.begin(), entries_.end(), [](const entry & e) { return e.last >= 0; });
     rehash(4 * n_live > entries_.size() ? 4 * entries_.size() : entries_.size());
     n_used_ = n_live;
 }
