@@ -95,7 +95,8 @@ struct state {
     CUdevResource                        all     = {};
     unsigned                             align   = 0;        // 0: not asked yet
     bool                                 broken  = false;
-    int                                  n_cublas_sms = 0;   // what the cuBLAS handle was told
+    const lane *                         cublas_lane = nullptr;  // what the cuBLAS handle was told or made with
+    int                                  cublas_sms  = 0;
 };
 
 using table = std::unordered_map<ggml_backend_cuda_context *, std::unique_ptr<state>>;
@@ -120,13 +121,24 @@ void give_up(state & st, const ggml_backend_cuda_context & ctx, const char * wha
     GGML_LOG_WARN("prefill-sms has no effect on CUDA%d: %s (error %d)\n", ctx.device, what, code);
 }
 
+// Another number may do.
+std::unique_ptr<lane> refused(const ggml_backend_cuda_context & ctx, int n_sms, const char * what, int code) {
+    (void) cudaGetLastError();
+    GGML_LOG_WARN("prefill-sms %d is the same as 0 on CUDA%d: %s (error %d)\n", n_sms, ctx.device, what, code);
+    return nullptr;
+}
+
+// The driver numbers devices as the runtime does; several of ggml's may be one of them.
+CUdevice device_of(const ggml_backend_cuda_context & ctx) {
+    return CUdevice(ggml_cuda_info().devices[ctx.device].physical_device);
+}
+
 bool ask_device(state & st, const ggml_backend_cuda_context & ctx) {
     if (!functions().is_complete) {
         give_up(st, ctx, "the driver has no green contexts (it needs CUDA 12.5)", 0);
         return false;
     }
-    // The driver numbers devices as the runtime does.
-    if (const CUresult code = functions().device_resource(CUdevice(ctx.device), &st.all, CU_DEV_RESOURCE_TYPE_SM)) {
+    if (const CUresult code = functions().device_resource(device_of(ctx), &st.all, CU_DEV_RESOURCE_TYPE_SM)) {
         give_up(st, ctx, "the SMs of the device cannot be listed", code);
         return false;
     }
@@ -140,7 +152,7 @@ bool ask_device(state & st, const ggml_backend_cuda_context & ctx) {
 }
 
 // nullptr when the driver refuses.
-std::unique_ptr<lane> make_lane(state & st, const ggml_backend_cuda_context & ctx, int n_sms) {
+std::unique_ptr<lane> make_lane(const state & st, const ggml_backend_cuda_context & ctx, int n_sms) {
     CUdevResource     part    = {};
     CUdevResourceDesc desc    = nullptr;
     CUstream          stream  = nullptr;
@@ -148,22 +160,18 @@ std::unique_ptr<lane> make_lane(state & st, const ggml_backend_cuda_context & ct
     const driver &    cu      = functions();
     auto              made    = std::make_unique<lane>();
     if (const CUresult code = cu.split(&part, &n_parts, &st.all, nullptr, 0, unsigned(n_sms)); code || n_parts != 1) {
-        give_up(st, ctx, "its SMs cannot be divided so", code);
-        return nullptr;
+        return refused(ctx, n_sms, "its SMs cannot be divided so", code);
     }
     if (const CUresult code = cu.describe(&desc, &part, 1)) {
-        give_up(st, ctx, "a part of its SMs cannot be described", code);
-        return nullptr;
+        return refused(ctx, n_sms, "a part of its SMs cannot be described", code);
     }
     CUgreenCtx green = nullptr;
-    if (const CUresult code = cu.create(&green, desc, CUdevice(ctx.device), CU_GREEN_CTX_DEFAULT_STREAM)) {
-        give_up(st, ctx, "a green context cannot be made", code);
-        return nullptr;
+    if (const CUresult code = cu.create(&green, desc, device_of(ctx), CU_GREEN_CTX_DEFAULT_STREAM)) {
+        return refused(ctx, n_sms, "a green context cannot be made", code);
     }
     if (const CUresult code = cu.create_stream(&stream, green, CU_STREAM_NON_BLOCKING, 0)) {
         cu.destroy(green);
-        give_up(st, ctx, "a stream of a green context cannot be made", code);
-        return nullptr;
+        return refused(ctx, n_sms, "a stream of a green context cannot be made", code);
     }
     made->green  = green;
     made->stream = stream;
@@ -184,23 +192,28 @@ lane & lane_for(state & st, const ggml_backend_cuda_context & ctx, int asked) {
     if (n_sms >= int(st.all.sm.smCount)) {
         return st.whole;
     }
-    auto & place = st.limited[n_sms];
-    if (place == nullptr) {
-        place = make_lane(st, ctx, n_sms);
+    const auto [place, is_new] = st.limited.try_emplace(n_sms);
+    if (is_new) {
+        place->second = make_lane(st, ctx, n_sms);
     }
-    return place == nullptr ? st.whole : *place;
+    return place->second == nullptr ? st.whole : *place->second;
 }
 
 // cuBLAS forgets its workspace with every change of the stream.
 void tell_cublas(state & st, ggml_backend_cuda_context & ctx) {
     cublasHandle_t handle = ctx.cublas_handles[ctx.device][0];
-    if (handle == nullptr || st.n_cublas_sms == st.current->n_sms) {
+    if (handle == nullptr) {
+        st.cublas_lane = st.current;  // if this graph needs one, it is made with the context's stream
+        return;
+    }
+    if (st.cublas_lane == st.current && st.cublas_sms == st.current->n_sms) {
         return;
     }
     CUBLAS_CHECK(cublasSetStream(handle, st.current->stream));
     CUBLAS_CHECK(cublasSetWorkspace(handle, ctx.cublas_workspaces[ctx.device][0], ctx.cublas_workspace_sizes[ctx.device]));
     CUBLAS_CHECK(cublasSetSmCountTarget(handle, st.current->n_sms));
-    st.n_cublas_sms = st.current->n_sms;
+    st.cublas_lane = st.current;
+    st.cublas_sms  = st.current->n_sms;
 }
 
 void change_to(state & st, ggml_backend_cuda_context & ctx, lane & next) {
