@@ -54,7 +54,7 @@ struct driver {
     }
 };
 
-const driver & functions() {
+static const driver & functions() {
     static const driver found;
     return found;
 }
@@ -106,7 +106,7 @@ table &                                   states = *new table;  // never freed: 
 std::atomic<int>                          n_states{ 0 };
 thread_local const ggml_cuda_device_info * info_now = nullptr;
 
-state * state_of(ggml_backend_cuda_context & ctx) {
+static state * state_of(ggml_backend_cuda_context & ctx) {
     if (n_states.load(std::memory_order_acquire) == 0) {
         return nullptr;
     }
@@ -115,25 +115,25 @@ state * state_of(ggml_backend_cuda_context & ctx) {
     return found == states.end() ? nullptr : found->second.get();
 }
 
-void give_up(state & st, const ggml_backend_cuda_context & ctx, const char * what, int code) {
+static void give_up(state & st, const ggml_backend_cuda_context & ctx, const char * what, int code) {
     st.broken = true;
     (void) cudaGetLastError();
     GGML_LOG_WARN("prefill-sms has no effect on CUDA%d: %s (error %d)\n", ctx.device, what, code);
 }
 
 // Another number may do.
-std::unique_ptr<lane> refused(const ggml_backend_cuda_context & ctx, int n_sms, const char * what, int code) {
+static std::unique_ptr<lane> refused(const ggml_backend_cuda_context & ctx, int n_sms, const char * what, int code) {
     (void) cudaGetLastError();
     GGML_LOG_WARN("prefill-sms %d is the same as 0 on CUDA%d: %s (error %d)\n", n_sms, ctx.device, what, code);
     return nullptr;
 }
 
 // The driver numbers devices as the runtime does; several of ggml's may be one of them.
-CUdevice device_of(const ggml_backend_cuda_context & ctx) {
+static CUdevice device_of(const ggml_backend_cuda_context & ctx) {
     return CUdevice(ggml_cuda_info().devices[ctx.device].physical_device);
 }
 
-bool ask_device(state & st, const ggml_backend_cuda_context & ctx) {
+static bool ask_device(state & st, const ggml_backend_cuda_context & ctx) {
     if (!functions().is_complete) {
         give_up(st, ctx, "the driver has no green contexts (it needs CUDA 12.5)", 0);
         return false;
@@ -152,7 +152,7 @@ bool ask_device(state & st, const ggml_backend_cuda_context & ctx) {
 }
 
 // nullptr when the driver refuses.
-std::unique_ptr<lane> make_lane(const state & st, const ggml_backend_cuda_context & ctx, int n_sms) {
+static std::unique_ptr<lane> make_lane(const state & st, const ggml_backend_cuda_context & ctx, int n_sms) {
     CUdevResource     part    = {};
     CUdevResourceDesc desc    = nullptr;
     CUstream          stream  = nullptr;
@@ -183,7 +183,7 @@ std::unique_ptr<lane> make_lane(const state & st, const ggml_backend_cuda_contex
     return made;
 }
 
-lane & lane_for(state & st, const ggml_backend_cuda_context & ctx, int asked) {
+static lane & lane_for(state & st, const ggml_backend_cuda_context & ctx, int asked) {
     if (asked <= 0 || st.broken || (st.align == 0 && !ask_device(st, ctx))) {
         return st.whole;
     }
@@ -200,7 +200,7 @@ lane & lane_for(state & st, const ggml_backend_cuda_context & ctx, int asked) {
 }
 
 // cuBLAS forgets its workspace with every change of the stream.
-void tell_cublas(state & st, ggml_backend_cuda_context & ctx) {
+static void tell_cublas(state & st, ggml_backend_cuda_context & ctx) {
     cublasHandle_t handle = ctx.cublas_handles[ctx.device][0];
     if (handle == nullptr) {
         st.cublas_lane = st.current;  // if this graph needs one, it is made with the context's stream
@@ -216,7 +216,7 @@ void tell_cublas(state & st, ggml_backend_cuda_context & ctx) {
     st.cublas_sms  = st.current->n_sms;
 }
 
-void change_to(state & st, ggml_backend_cuda_context & ctx, lane & next) {
+static void change_to(state & st, ggml_backend_cuda_context & ctx, lane & next) {
     if (st.current == &next) {
         return;
     }
