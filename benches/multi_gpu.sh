@@ -2,7 +2,7 @@
 # Everything several GPUs are measured with, on a machine without a network, from what gpu_pack.sh packed.
 # usage: benches/multi_gpu.sh PACK OUT      OUT gets rows.jsonl (a line for each row, at once), results.tgz and run.log
 # Variables: ROWS (names, or all), MINUTES (9), SOAK (seconds, 300), OURS (flags of ours, groups on and off alike), PIPELINE_ARGS
-# (sizes of `llamamg bench pipeline`), GROUPS_ARGS (added to `llamamg bench groups`), DONE (a rows.jsonl whose finished rows are
+# (sizes of `llamamg bench pipeline`), GROUPS_ARGS (added to `llamamg bench groups`), GRID_DEPTHS, DONE (a rows.jsonl whose finished rows are
 # left out), TINY=1 (sizes for the micro model), and gpu_run.sh's PRESET, EXPERTS, FLAGS, VOCAB, PYTHON, WORK.
 # WORK is kept: a second call on the same machine finds builds and model there.
 set -eu

@@ -145,12 +145,13 @@ def doctor_p2p(s: Setting) -> Row:
 
 def grid(s: Setting) -> Row:
     """Upstream, groups off, groups auto."""
-    return _grid(s, "grid", _compared(s), "1,5", s.sizes.depths, 4.7, s.sizes.copy_from)
+    depths = os.environ.get("GRID_DEPTHS", s.sizes.depths)
+    return _grid(s, "grid", _compared(s), "1,5", depths, 4.7, s.sizes.copy_from)
 
 
 def deep(s: Setting) -> Row:
-    """One session where the grid ends."""
-    return _grid(s, "deep", _compared(s), "1", s.sizes.deep, 5.0)
+    """One session where the grid ends: groups are for several."""
+    return _grid(s, "deep", ["upstream", _off(s)], "1", s.sizes.deep, 5.0)
 
 
 def _compared(s: Setting) -> list[str]:
@@ -159,7 +160,8 @@ def _compared(s: Setting) -> list[str]:
 
 def groups(s: Setting) -> Row:
     """Five sessions in 1 … 2 x GPUs groups, 1 … 5 of them on one card, and contexts of the plain library on one and on all."""
-    return _groups(s, "groups", [*(("--one", ",".join(s.devices[:2])) if s.devices else ())], 280, 60)
+    one = s.devices[: 1 if "--rpc" in s.flags else 2]  # an rpc-server serves one client at a time
+    return _groups(s, "groups", ["--stages", str(len(s.devices)), "--one", ",".join(one)] if one else [], 280, 60)
 
 
 def p2p(s: Setting) -> Row:

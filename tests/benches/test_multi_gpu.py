@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,15 @@ def test_groups_up_to_twice_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     row = multi_gpu_rows.groups(setting())
     words = words_of(row)
     assert (words["--groups"], words["--depth"], words["--one"]) == ("1,2,3,4", "4k,20k", "CUDA0,CUDA1")
+    assert words["--stages"] == "2"
     assert (words["--repeats"], words["--sessions"]) == ("7", "5")
     assert "--stock" in row.argv
     assert row.argv[row.argv.index("-ts") + 1] == "auto"
     four = words_of(multi_gpu_rows.groups(setting(("CUDA0", "CUDA1", "CUDA2", "CUDA3"))))
     assert (four["--groups"], four["--one"]) == ("1,2,3,4,5", "CUDA0,CUDA1"), "five sessions make five groups at most"
     assert "--one" not in multi_gpu_rows.groups(setting(())).argv
+    remote = replace(setting(("RPC0", "RPC1")), flags=("--rpc", "a:1,b:1"))
+    assert words_of(multi_gpu_rows.groups(remote))["--one"] == "RPC0"
     monkeypatch.setattr(multi_gpu_rows, "has_plugin", lambda: False)
     with pytest.raises(Left, match="decode-groups"):
         multi_gpu_rows.groups(setting())
