@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import sys
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from llamamg.config import Config
 from llamamg.engine import Engine
-from llamamg.loading import load
+from llamamg.loading import load, spare_collector
 from llamamg.modelfile import open_model
 from llamamg.options.declared import declared_options
 from llamamg.options.resolve import parse
@@ -113,12 +114,14 @@ def opened(config: Config, plugins: PluginSet | None = None, handle: Any = None)
     title = f"loading {config.model.path.name}"
     with tqdm(total=100, desc=title, unit="%", leave=False, disable=None) as bar, interrupt.held():
         engine = load(config, plugins, progress=lambda part: _show(bar, part), handle=handle)
+    spare_collector()  # as the server does
     try:
         yield engine
     finally:
         engine.deliver = lambda pairs: None  # what is cut off now is nobody's failure
         engine.plugins.stop()
         engine.stop()
+        gc.unfreeze()
 
 
 def _show(bar: Any, part: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -119,6 +120,15 @@ def _say(sentence: str) -> None:
 
 def _warn(sentence: str) -> None:
     print(f"llamamg: warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def spare_collector() -> None:
+    """What exists now stays: Python's collector need not look at it again. A full look takes as long as a decode step or two.
+
+    For whoever loads one engine and keeps it; cycles among what is there are never collected afterwards.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def assemble(

@@ -139,6 +139,7 @@ class Runner:
         try:
             engine = loading.load(self.config, self.plugins, _Progress())
             info = library.load(self.config.build).build_info
+            loading.spare_collector()
         except (LoadError, MemoryError) as error:
             self._say_and_stop(loop, str(error) or "there is not enough memory to load the model")
         except BaseException as error:
