@@ -17,8 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llamamg import library
 from llamamg.config import Config
+from llamamg.devices import split
 from llamamg.engine import Engine
+from llamamg.model import load_model
+from llamamg.modelfile import open_model
 from llamamg.plugins import PluginSet, discover
 from llamamg.plugins.discovery import Found
 
@@ -71,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one: prompts in the context of the sessions; separate: in one of their own (decode-groups); both, one "
         "after the other (default %(default)s)")  # fmt: skip
     add("--policy", action="append", default=[], metavar="OPTIONS",
-        help="for one context: options of prefill-gate, e.g. itl-target-ms=60,min-share=0.3, or off; repeat it for "
-        f"several (default: {' '.join(POLICIES['one'])})")  # fmt: skip
+        help="for one context: options of prefill-gate, e.g. itl-target-ms=60,min-share=0.3, or off; @S behind them "
+        f"is a limit of S seconds for this one; repeat it for several (default: {' '.join(POLICIES['one'])})")  # fmt: skip
     add("--separate-policy", action="append", default=[], metavar="OPTIONS",
         help=f"the same for separate contexts (default: {' '.join(POLICIES['separate'])})")  # fmt: skip
     add("--so-far", type=Path, metavar="FILE", help="keep what is measured so far there, table and JSON")
@@ -110,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
         "contexts": [],
     }
     names = ("one", "separate") if args.contexts == "both" else (args.contexts,)
-    with record.ResultFolder(NAME, args.results) as folder:
+    with record.ResultFolder(NAME, args.results) as folder, _model(config) as handle:
         for name in names:
-            with _engine(config, name, n_prompts) as engine:
+            with _engine(config, name, n_prompts, handle) as engine:
                 part = {"contexts": name, "flights": engine.runner.n_contexts}
                 result["contexts"].append(part)
                 for _ in measure(engine, plan, policies[name], part):
@@ -144,7 +148,20 @@ def _n_ctx(args: argparse.Namespace, policies: dict[str, list[Policy]]) -> int:
 
 
 @contextlib.contextmanager
-def _engine(config: Config, contexts: str, n_prompts: int) -> Iterator[Engine]:
+def _model(config: Config) -> Iterator[Any]:
+    """The loaded model, for one engine after the other."""
+    lib = library.load(config.build)
+    header = open_model(config.model.path)
+    resolved = split.resolve(lib, config, header, lambda sentence: print(sentence, file=sys.stderr), pooled_keys=True)
+    handle = load_model(lib, resolved.model)
+    try:
+        yield handle
+    finally:
+        lib.llama.llama_model_free(handle)
+
+
+@contextlib.contextmanager
+def _engine(config: Config, contexts: str, n_prompts: int, handle: Any) -> Iterator[Engine]:
     """An engine with the plugins asked for, the bench's gate, and as many contexts as wanted."""
     found = dict(discover())
     for name in NOT_MEASURED:
@@ -162,7 +179,7 @@ def _engine(config: Config, contexts: str, n_prompts: int) -> Iterator[Engine]:
     config = with_plugin(config, declaration.name, True)
     Switched.stamps.clear()
     Switched.gate = None
-    with opened(config, PluginSet(config.plugins, found)) as engine:
+    with opened(config, PluginSet(config.plugins, found), handle) as engine:
         yield engine
 
 

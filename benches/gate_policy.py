@@ -14,22 +14,30 @@ from .errors import BenchError
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Options of prefill-gate, or none of it."""
+    """Options of prefill-gate, or none of it; and for how long at most, if not as long as the others."""
 
     text: str
     options: dict[str, str] | None
+    seconds: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
-        """`off`, or NAME=VALUE pairs with commas. Raises BenchError."""
+    def parse(cls, given: str) -> Policy:
+        """`off`, or NAME=VALUE pairs with commas; then `@SECONDS` or not. Raises BenchError."""
+        text, at, limit = given.partition("@")
+        try:
+            seconds = float(limit) if at else 0.0
+        except ValueError:
+            seconds = -1.0
+        if at and seconds <= 0:
+            raise BenchError(f"--policy {given}: behind the @ belongs a number of seconds")
         if text == "off":
-            return cls(text, None)
+            return cls(text, None, seconds)
         pairs = [part.partition("=") for part in text.split(",") if part]
         known = _declared()
         for name, equals, _ in pairs:
             if not equals or name not in known.declared:
                 raise BenchError(f"--policy {text}: {name!r} is not one of {', '.join(known.declared)} (or use: off)")
-        return cls(text, {name: value for name, _, value in pairs})
+        return cls(text, {name: value for name, _, value in pairs}, seconds)
 
     def gate(self) -> PrefillGate | None:
         """A new instance with these options."""

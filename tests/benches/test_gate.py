@@ -39,6 +39,10 @@ def test_a_policy_is_options_of_the_gate() -> None:
     assert made is not None
     assert (made.limits.target_s, made.limits.min_share, made.max_partial) == (0.06, 0.3, 1)  # type: ignore[union-attr]
     assert Policy.parse("off").gate() is None
+    limited = Policy.parse("itl-ratio=3@7.5")
+    assert (limited.text, limited.seconds, Policy.parse("off@6").seconds) == ("itl-ratio=3", 7.5, 6.0)
+    with pytest.raises(BenchError, match="a number of seconds"):
+        Policy.parse("off@soon")
 
 
 @pytest.mark.parametrize("text", ["itl-goal=3", "itl-target-ms", "on"])
