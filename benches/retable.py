@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import aa, ab, ablation, check, kernels, mixed, qsa_depth_table, record
+from . import aa, ab, ablation, check, gate_table, kernels, mixed, qsa_depth_table, record
 from .grid_table import markdown
 from .program import alone
 from .report_load import machines
@@ -23,6 +23,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ab": ("table.txt", ab.table),
     "aa": ("table.txt", aa.table),
     "check": ("table.txt", check.table),
+    "gate": ("table.txt", gate_table.table),
 }
 
 

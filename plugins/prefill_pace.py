@@ -110,13 +110,16 @@ class PrefillPace:
         if not self.gaps.n_seen:
             return min(self._ladder.take(FIRST), n_most)
         shape = _shape(state, max(set(decoding), key=decoding.count))
-        # Beyond what was tried the fit only guesses, so it goes there in steps.
-        sizes = up_to(min(n_most, 3 * self.gaps.n_largest // 2))
-        times = self.gaps.predict(shape, sizes) * (1 + self.gaps.excess)
         alone = self._alone_s.get(shape.n_rows) or float(self.gaps.predict(shape, np.zeros(1, np.int64))[0])
+        wanted = self.limits.wanted_s(alone)
+        largest = self.gaps.n_largest
+        # Beyond what was tried the fit only guesses, so it goes there in steps, small ones where little room is left.
+        has_room = float(self.gaps.predict(shape, np.array([largest]))[0]) < 0.5 * wanted
+        sizes = up_to(min(n_most, 2 * largest if has_room else 3 * largest // 2))
+        times = self.gaps.predict(shape, sizes) * (1 + self.gaps.excess)
         rates = sizes / self._periods(shape, sizes, times)
         least = self.limits.min_share * self._solo_tps(shape)
-        return self._ladder.pick(sizes, times, self.limits.wanted_s(alone), rates, least)
+        return self._ladder.pick(sizes, times, wanted, rates, least)
 
     def _periods(self, shape: StepShape, sizes: Sizes, times: Seconds) -> Seconds:
         if not self.periods.ready:
