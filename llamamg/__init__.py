@@ -22,11 +22,13 @@ from llamamg.facts import (
 )
 from llamamg.guard import Guard
 from llamamg.hookspecs import hookimpl
+from llamamg.kept import KeptState, host_bytes
+from llamamg.kvcache import Removal
 from llamamg.plugins import Options, PluginError, Unavailable, plugin
 from llamamg.request import FinishReason, Request, SamplingParams, Timings
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Checkpoint, Slot
-from llamamg.transfer import Copier, Piece, Transfer, Work, Workers, pick_copier
+from llamamg.transfer import Copier, Piece, StateWork, Transfer, Work, Workers, pick_copier
 
 __all__ = [
     "N_ROWS",
@@ -44,12 +46,14 @@ __all__ = [
     "Fail",
     "FinishReason",
     "Guard",
+    "KeptState",
     "Options",
     "Piece",
     "Plan",
     "PluginError",
     "PrefixHit",
     "Reject",
+    "Removal",
     "Request",
     "Retry",
     "Row",
@@ -58,6 +62,7 @@ __all__ = [
     "SequenceState",
     "Shrink",
     "Slot",
+    "StateWork",
     "StepState",
     "Timings",
     "Transfer",
@@ -70,6 +75,7 @@ __all__ = [
     "has_patch",
     "has_switch",
     "hookimpl",
+    "host_bytes",
     "keeps_state",
     "n_stages",
     "native_count",

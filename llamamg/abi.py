@@ -69,6 +69,7 @@ struct mg_plane {
 };
 int32_t mg_cells_planes(void * ctx, int32_t seq, struct mg_plane * out, int32_t n_max);
 int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t * out_cells);
+int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n);
 int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens, int32_t * out_cells);
 int32_t mg_cells_copy(void * ctx, int32_t seq, int32_t to_host, int32_t plane, int32_t n_planes, int32_t cell,
                       int32_t n, void * block, int32_t n_rows, int32_t row);
@@ -76,6 +77,13 @@ void *  mg_state_save(void * ctx, int32_t seq, uint64_t * n_bytes);
 void *  mg_state_load(void * ctx, int32_t seq, const void * state, uint64_t n_bytes);
 int32_t mg_state_copy(void * handle, void * state, uint64_t begin, uint64_t end);
 void    mg_state_free(void * handle);
+int32_t mg_state_detach(void * ctx, void * handle);
+int32_t mg_state_put(void * ctx, int32_t seq, void * handle);
+void    mg_state_limit(uint64_t n_bytes, uint64_t n_left);
+uint64_t mg_state_held(void);
+void *  mg_fence_new(void * ctx);
+int32_t mg_fence_wait(void * fence);
+void    mg_fence_free(void * fence);
 
 struct mg_qsa {
     uint64_t n_native;

@@ -57,15 +57,37 @@ class BlockLayout:
 
 
 class StateCopy(Protocol):
-    """A state of `n_bytes` on its way; `copy` may be called on any thread, `close` once nobody copies any more."""
+    """A state of `n_bytes` on its way; copies may run on any thread, `close` once nobody copies any more.
+
+    Its rows in the sequence may be swapped by the next batch: copy all of it before, or `detach` it.
+    """
 
     n_bytes: int
 
     def copy(self, state: Bytes, begin: int, end: int) -> None:
         """Copy the bytes [begin, end) of the state to or from `state`. Raises NativeError."""
 
+    def copy_at(self, address: int, begin: int, end: int) -> None:
+        """As `copy`, where the byte `begin` lies at `address` of main memory. Raises NativeError."""
+
+    def detach(self) -> bool:
+        """Give it memory of its own on its devices, between two batches; False, and nothing is done, when there is no room.
+
+        One that was saved is copied there at once; one that is loaded waits there for `put`. Raises NativeError.
+        """
+
+    def put(self, seq_id: int) -> None:
+        """Put a detached state into a sequence whose cells are there. Raises NativeError: then remove the sequence."""
+
     def close(self) -> None:
         """Forget it."""
+
+
+class Fence(Protocol):
+    """A mark behind what a context has been given to compute so far."""
+
+    def wait(self) -> None:
+        """Wait until that is computed, on any thread."""
 
 
 class Cells(Protocol):
@@ -83,11 +105,26 @@ class Cells(Protocol):
     def find(self, seq_id: int, pos: int, n: int) -> Indexes:
         """The cells of positions [pos, pos + n). Raises NativeError when the sequence does not have each of them once."""
 
+    def appends(self, seq_id: int, pos: int, n: int) -> bool:
+        """Whether `place` will give cells [pos, pos + n), and may run on any thread while the sequence is nobody else's."""
+
     def place(self, seq_id: int, pos: int, tokens: Indexes) -> Indexes:
         """Cells for more tokens of a sequence that ends before `pos`; their rows are to be copied in. Raises NativeError."""
 
     def copy(self, seq_id: int, to_host: bool, planes: range, cell: int, n: int, block: int, row: int) -> None:
         """Copy `n` neighbouring cells to or from rows [row, row + n) of the block at address `block`. Raises NativeError."""
+
+    def fence(self, seq_id: int) -> Fence | None:
+        """A mark behind what the sequence's context has been given to compute; None where nothing has to be waited for."""
+
+    def limit_states(self, n_bytes: int, n_left: int) -> None:
+        """Detached states may take so many bytes over all devices, and leave `n_left` on each."""
+
+    def state_bytes(self) -> int:
+        """Bytes that detached states have on devices."""
+
+    def memory_free(self) -> list[int]:
+        """Free bytes of each device that rows lie on; none when they are in main memory."""
 
     def save_state(self, seq_id: int) -> StateCopy:
         """Begin to save what does not grow; the data is that of KVCache.save. Raises NativeError."""

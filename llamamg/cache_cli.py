@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from llamamg.statefile import StateFile, StateFileError
+from llamamg.statefile import FolderInUse, FolderLock, StateFile, StateFileError
+from llamamg.statefile.lock import NAME
 from llamamg.statefile.write import confined
 
 MB = 1e6
@@ -39,7 +40,16 @@ def run(given: argparse.Namespace) -> int:
     if not (given.names or given.all or given.damaged):
         print("llamamg cache: error: say which: NAME…, --damaged or --all", file=sys.stderr)
         return 1
-    return _remove(given.folder, given.names, everything=given.all, damaged=given.damaged)
+    try:
+        lock = FolderLock(given.folder) if (given.folder / NAME).exists() else None
+    except FolderInUse as error:
+        print(f"llamamg cache: error: {error}: end that server first, it keeps to its limit by itself", file=sys.stderr)
+        return 1
+    try:
+        return _remove(given.folder, given.names, everything=given.all, damaged=given.damaged)
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -8,29 +8,57 @@ from typing import Any
 import numpy as np
 
 from llamamg.abi import Abi, NativeError, ffi
-from llamamg.blocks import N_ROWS, BlockLayout, Bytes, Cells, Indexes, Plane, StateCopy
+from llamamg.blocks import N_ROWS, BlockLayout, Bytes, Cells, Fence, Indexes, Plane, StateCopy
+
+Locate = Callable[[int], tuple[int, int]]
 
 
 class NativeStateCopy(StateCopy):
     """As StateCopy."""
 
-    def __init__(self, mg: Abi, handle: Any, n_bytes: int) -> None:
-        self._mg, self._handle, self.n_bytes = mg, handle, n_bytes
+    def __init__(self, mg: Abi, locate: Locate, context: Any, handle: Any, n_bytes: int) -> None:
+        self._mg, self._locate, self._context, self.n_bytes = mg, locate, context, n_bytes
+        self._handle = ffi.gc(handle, mg.lib.mg_state_free)
 
     def copy(self, state: Bytes, begin: int, end: int) -> None:
-        if self._mg.lib.mg_state_copy(self._handle, ffi.cast("void *", state.ctypes.data), begin, end) != 0:
+        self.copy_at(state.ctypes.data + begin, begin, end)
+
+    def copy_at(self, address: int, begin: int, end: int) -> None:
+        if self._mg.lib.mg_state_copy(self._handle, ffi.cast("void *", address - begin), begin, end) != 0:
+            raise self._mg.error()
+
+    def detach(self) -> bool:
+        if not hasattr(self._mg.lib, "mg_state_detach"):
+            return False
+        code = int(self._mg.lib.mg_state_detach(self._context, self._handle))
+        if code < 0:
+            raise self._mg.error()
+        return code == 0
+
+    def put(self, seq_id: int) -> None:
+        address, local = self._locate(seq_id)
+        if self._mg.lib.mg_state_put(ffi.cast("void *", address), local, self._handle) != 0:
             raise self._mg.error()
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._mg.lib.mg_state_free(self._handle)
-            self._handle = None
+        self._handle = None
+
+
+class NativeFence(Fence):
+    """As Fence."""
+
+    def __init__(self, mg: Abi, handle: Any) -> None:
+        self._mg, self._handle = mg, ffi.gc(handle, mg.lib.mg_fence_free)
+
+    def wait(self) -> None:
+        if self._mg.lib.mg_fence_wait(self._handle) != 0:
+            raise self._mg.error()
 
 
 class NativeCells(Cells):
     """As Cells. `locate` gives for a sequence id the address of its llama_context and the id it has there."""
 
-    def __init__(self, mg: Abi, locate: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(self, mg: Abi, locate: Locate) -> None:
         self._mg, self._locate = mg, locate
         self.reason = ""  # why nothing can be copied; "": it can
         self.layout = BlockLayout(())
@@ -72,6 +100,15 @@ class NativeCells(Cells):
             raise self._mg.error()
         return cells
 
+    def appends(self, seq_id: int, pos: int, n: int) -> bool:
+        if not hasattr(self._mg.lib, "mg_cells_appends"):
+            return False
+        context, seq = self._at(seq_id)
+        code = int(self._mg.lib.mg_cells_appends(context, seq, pos, n))
+        if code < 0:
+            raise self._mg.error()
+        return code == 1
+
     def place(self, seq_id: int, pos: int, tokens: Indexes) -> Indexes:
         context, seq = self._at(seq_id)
         tokens = np.ascontiguousarray(tokens, np.int32)
@@ -89,20 +126,39 @@ class NativeCells(Cells):
         if code != 0:
             raise self._mg.error()
 
+    def fence(self, seq_id: int) -> Fence | None:
+        if not hasattr(self._mg.lib, "mg_fence_new"):
+            return None
+        handle = self._mg.lib.mg_fence_new(self._at(seq_id)[0])
+        if handle == ffi.NULL:
+            raise self._mg.error()
+        return NativeFence(self._mg, handle)
+
+    def limit_states(self, n_bytes: int, n_left: int) -> None:
+        if hasattr(self._mg.lib, "mg_state_limit"):
+            self._mg.lib.mg_state_limit(n_bytes, n_left)
+
+    def state_bytes(self) -> int:
+        return int(self._mg.lib.mg_state_held()) if hasattr(self._mg.lib, "mg_state_held") else 0
+
+    def memory_free(self) -> list[int]:
+        names = {plane.device for plane in self.planes(0)}
+        return [device.memory_free for device in self._mg.devices() if device.name in names]
+
     def save_state(self, seq_id: int) -> StateCopy:
         context, seq = self._at(seq_id)
         n_bytes = ffi.new("uint64_t *")
         handle = self._mg.lib.mg_state_save(context, seq, n_bytes)
         if handle == ffi.NULL:
             raise self._mg.error()
-        return NativeStateCopy(self._mg, handle, int(n_bytes[0]))
+        return NativeStateCopy(self._mg, self._locate, context, handle, int(n_bytes[0]))
 
     def load_state(self, seq_id: int, state: Bytes) -> StateCopy:
         context, seq = self._at(seq_id)
         handle = self._mg.lib.mg_state_load(context, seq, ffi.cast("void *", state.ctypes.data), len(state))
         if handle == ffi.NULL:
             raise self._mg.error()
-        return NativeStateCopy(self._mg, handle, len(state))
+        return NativeStateCopy(self._mg, self._locate, context, handle, len(state))
 
 
 def _int32(array: Indexes) -> Any:

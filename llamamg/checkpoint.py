@@ -5,8 +5,10 @@ The rules are llama-server's, so that the same chats hit in both: near the end o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from llamamg.kept import KeptState
 from llamamg.kvcache import KVCache
 from llamamg.sequence import Sequence
 from llamamg.slot import Checkpoint, Slot
@@ -16,13 +18,17 @@ TAIL = 4  # the last tokens of a chat prompt are the template's; a follow-up sha
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """`n_max` snapshots for each slot, at least `min_step` tokens apart in the middle of a prompt."""
+    """`n_max` snapshots for each slot, at least `min_step` tokens apart in the middle of a prompt.
+
+    `take` may have a better way to keep a slot's state than in main memory, copied at once.
+    """
 
     n_max: int
     min_step: int
     n_batch: int
     n_ubatch: int
     kv: KVCache
+    take: Callable[[Slot], KeptState | None] = lambda slot: None
 
     @property
     def active(self) -> bool:
@@ -64,7 +70,7 @@ class CheckpointPolicy:
         pos_min, pos_max = self.kv.pos_min(slot.seq_id), self.kv.pos_max(slot.seq_id)
         if pos_min < 0:
             return
-        data = self.kv.save(slot.seq_id)
+        data = self.take(slot) or self.kv.save(slot.seq_id)
         if data is None:
             return
         kept = self._thinned(slot.checkpoints, request_id)
@@ -121,6 +127,15 @@ class CheckpointPolicy:
 
     def _restore(self, slot: Slot, n_past: int, needed: int) -> int:
         for c in reversed(slot.checkpoints):
-            if c.pos_max <= n_past and (c.pos_min < needed or c.pos_min == 0) and self.kv.restore(slot.seq_id, c.data):
+            if c.pos_max <= n_past and (c.pos_min < needed or c.pos_min == 0) and self._put(slot.seq_id, c):
                 return min(n_past, max(c.pos_min + 1, c.pos_max), c.n_tokens)
         return 0
+
+    def _put(self, seq_id: int, checkpoint: Checkpoint) -> bool:
+        data = checkpoint.data
+        if isinstance(data, KeptState):
+            if data.put(seq_id):
+                return True
+            copied = data.host_bytes()
+            return copied is not None and self.kv.restore(seq_id, copied)
+        return self.kv.restore(seq_id, data)

@@ -24,6 +24,7 @@ REQUEST_HOOKS = (
     "select_slot",
     "find_prefix",
     "slot_released",
+    "take_state",
     "slot_changing",
     "request_finished",
 )
@@ -82,6 +83,7 @@ class Hooks:
     select_slot: tuple[Hook, ...]
     find_prefix: tuple[Hook, ...]
     slot_released: tuple[Hook, ...]
+    take_state: tuple[Hook, ...]
     slot_changing: tuple[Hook, ...]
     request_finished: tuple[Hook, ...]
     batches_in_flight: tuple[Hook, ...]

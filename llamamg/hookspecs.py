@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llamamg.config import Config
     from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
     from llamamg.engine import Engine
+    from llamamg.kept import KeptState
     from llamamg.plugins.options import Options
     from llamamg.request import FinishReason, Request, Timings
     from llamamg.sequence import Sequence
@@ -174,6 +175,16 @@ def slot_released(slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
     May change: nothing of the slot but `slot.copying`: start saving its state by a Transfer, which the engine cuts before the
     slot's memory changes, whether the plugin is on by then or not.
     Must not: keep the slot from its next user.
+    """
+
+
+@hookspec(firstresult=True)
+def take_state(slot: Slot) -> KeptState | None:
+    """Keep what cannot be cut back of a slot's memory (recurrent state, sliding window) as it is now.
+
+    When: at each checkpoint of a prompt, between two batches.
+    Result: first result, a KeptState. Default: the state is copied to main memory while everybody waits.
+    Must not: wait for the copy.
     """
 
 

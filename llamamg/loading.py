@@ -22,6 +22,7 @@ from llamamg.devices import split
 from llamamg.engine import Engine
 from llamamg.errors import LoadError
 from llamamg.hookcalls import HookCalls
+from llamamg.kept import KeptState
 from llamamg.kvcache import KVCache
 from llamamg.layout import Layout, one_context
 from llamamg.memory import check_memory, main_memory
@@ -155,7 +156,12 @@ def assemble(
         if calls.hooks.request_finished:
             calls.each("request_finished", request, timings)
 
-    policy = CheckpointPolicy(c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv)
+    def take_state(slot: Slot) -> KeptState | None:
+        return calls.first("take_state", slot) if calls.hooks.take_state else None
+
+    policy = CheckpointPolicy(
+        c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv, take_state
+    )
     completion = Completion(
         vocab,
         kv,

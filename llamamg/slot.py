@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from llamamg.sequence import Sequence, TokenBuffer
 
 if TYPE_CHECKING:
+    from llamamg.kept import KeptState
     from llamamg.transfer import Transfer
 
 
@@ -19,13 +20,16 @@ GIVE_WAY_S = 0.002  # for which a step waits at most; a copy is far faster than 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The part of a sequence's memory that cannot be cut back (recurrent state, SWA window), as it was after `n_tokens`."""
+    """The part of a sequence's memory that cannot be cut back (recurrent state, SWA window), as it was after `n_tokens`.
+
+    `llamamg.kept.host_bytes(data)` is it in main memory.
+    """
 
     n_tokens: int
     pos_min: int
     pos_max: int
     request_id: int
-    data: NDArray[np.uint8]
+    data: NDArray[np.uint8] | KeptState
 
 
 @dataclass(slots=True, eq=False)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from llamamg.blocks import N_ROWS, Bytes, Cells, StateCopy
+from llamamg.kept import host_bytes
 from llamamg.slot import Checkpoint, Slot
 from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, model_identity
 from llamamg.statefile.write import write_state_file
 from llamamg.transfer import Piece, Transfer, Workers, pick_copier
 
 if TYPE_CHECKING:
+    from llamamg.config import Config
     from llamamg.request import Tokens
 
 N_PLACE = 8 * N_ROWS  # cells given out between two steps
@@ -46,7 +48,19 @@ class _Content:
 
     tokens: Tokens
     blocks: list[Bytes]
+    states: list[tuple[Checkpoint, Bytes]]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A slot on its way to host memory; `tail` is the state behind its last token, `copying` it where it is detached."""
+
+    tokens: Tokens
+    blocks: list[Bytes]
     states: list[Checkpoint]
+    transfer: Transfer
+    tail: Checkpoint | None = None
+    copying: StateCopy | None = None
 
 
 def save_slot(engine: _Engine, id_slot: int, path: Path) -> tuple[int, int]:
@@ -54,7 +68,7 @@ def save_slot(engine: _Engine, id_slot: int, path: Path) -> tuple[int, int]:
     job = _Job(engine, id_slot)
     content = job.read()
     header = job.header(content)
-    n_bytes = write_state_file(path, header, content.tokens, [*content.blocks, *[c.data for c in content.states]])
+    n_bytes = write_state_file(path, header, content.tokens, [*content.blocks, *[state for _, state in content.states]])
     return len(content.tokens), n_bytes
 
 
@@ -78,7 +92,7 @@ def restore_slot(engine: _Engine, id_slot: int, path: Path) -> tuple[int, int]:
         for i, info in enumerate(header.states):
             data = np.empty(info.n_bytes, np.uint8)
             file.read_state(i, data)
-            states.append(Checkpoint(info.n_tokens, info.pos_min, info.pos_max, -1, data))
+            states.append((Checkpoint(info.n_tokens, info.pos_min, info.pos_max, -1, data), data))
         tokens, n_bytes = file.tokens(), file.n_bytes
     job.write(_Content(tokens, blocks, states))
     return len(tokens), n_bytes
@@ -115,7 +129,8 @@ class _Job:
 
     def __init__(self, engine: _Engine, id_slot: int) -> None:
         self._engine, self._id = engine, id_slot
-        self.cells, self.identity, self.model, self.n_ctx = engine.call(_facts).result()
+        self.cells, config, self.model, self.n_ctx, self.needs_state = engine.call(_facts).result()
+        self.identity = model_identity(config)  # reads the model's file: not on the engine thread
         self._copier = pick_copier(self.cells)[0]
 
     def header(self, content: _Content) -> Header:
@@ -126,7 +141,7 @@ class _Job:
             N_ROWS,
             0,
             len(content.tokens),
-            tuple(StateInfo(c.n_tokens, c.pos_min, c.pos_max, len(c.data)) for c in content.states),
+            tuple(StateInfo(c.n_tokens, c.pos_min, c.pos_max, len(state)) for c, state in content.states),
             self.model,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
@@ -135,53 +150,67 @@ class _Job:
         """Copy the slot to host memory."""
         workers = Workers(1)
         try:
-            content, transfer = self._engine.call(lambda engine: self._begin_read(engine, workers)).result()
-            transfer.wait()
+            reading: _Reading = self._engine.call(lambda engine: self._begin_read(engine, workers)).result()
+            reading.transfer.wait()
         finally:
             workers.stop()
         self._engine.call(lambda engine: self._end(engine)).result()
-        if transfer.error is not None:
-            raise RuntimeError(f"the slot could not be copied: {transfer.error}")
-        return content  # type: ignore[no-any-return]
+        if reading.transfer.error is not None:
+            raise RuntimeError(f"the slot could not be copied: {reading.transfer.error}")
+        states = []
+        for checkpoint in reading.states:
+            data = host_bytes(checkpoint.data)
+            if data is not None:
+                states.append((checkpoint, data))
+        if reading.tail is not None:
+            assert isinstance(reading.tail.data, np.ndarray)
+            if reading.copying is not None:
+                _whole(reading.copying, reading.tail.data)
+            states.append((reading.tail, reading.tail.data))
+        return _Content(reading.tokens, reading.blocks, states)
 
-    def _begin_read(self, engine: Any, workers: Workers) -> tuple[_Content, Transfer]:
+    def _begin_read(self, engine: Any, workers: Workers) -> _Reading:
         slot = _idle(engine, self._id)
         tokens = slot.tokens.view().copy()
         n = len(tokens)
         blocks = [np.zeros(self.cells.layout.n_block_bytes, np.uint8) for _ in range(-(-n // N_ROWS))]
-        states = list(slot.checkpoints)
         where = self.cells.find(slot.seq_id, 0, n) if n else np.empty(0, np.int32)
-        if n and engine.kv.needs_checkpoints and all(c.n_tokens != n for c in states):
-            # At once: a decode of others may swap the rows in which recurrent states lie.
+        transfer = Transfer(slot.seq_id, True, self.cells.fence(slot.seq_id))
+        reading = _Reading(tokens, blocks, list(slot.checkpoints), transfer)
+        if n and engine.kv.needs_checkpoints and all(c.n_tokens != n for c in reading.states):
             copying = self.cells.save_state(slot.seq_id)
             data = np.empty(copying.n_bytes, np.uint8)
-            _whole(copying, data)
-            states.append(Checkpoint(n, engine.kv.pos_min(slot.seq_id), engine.kv.pos_max(slot.seq_id), -1, data))
+            reading.tail = Checkpoint(n, engine.kv.pos_min(slot.seq_id), engine.kv.pos_max(slot.seq_id), -1, data)
+            if copying.detach():
+                reading.copying = copying
+            else:
+                _whole(copying, data)  # at once: a decode of others may swap the rows in which recurrent states lie
         pieces = [
             Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], block.ctypes.data, 0)
             for i, block in enumerate(blocks)
         ]
-        transfer = Transfer(slot.seq_id, to_host=True)
-        works = self._copier.works(slot.seq_id, True, pieces)
         slot.restoring = True
-        workers.add(transfer, works)
+        workers.add(transfer, self._copier.works(slot.seq_id, True, pieces))
         transfer.seal()
-        return _Content(tokens, blocks, states), transfer
+        return reading
 
     def _end(self, engine: Any) -> None:
         engine.slots[self._id].restoring = False
 
     def write(self, content: _Content) -> None:
         """Put the content into the slot."""
-        workers = Workers(1)
+        workers, n = Workers(1), len(content.tokens)
         try:
-            transfer = self._engine.call(lambda engine: self._begin_write(engine)).result()
+            transfer, appends = self._engine.call(lambda engine: self._begin_write(engine, n)).result()
             error: Exception | None = None
             try:
-                for pos in range(0, len(content.tokens), N_PLACE):
-                    end = min(pos + N_PLACE, len(content.tokens))
-                    self._when_free(partial(self._place, workers, transfer, content, pos, end))
-                self._when_free(lambda engine: self._load(engine, transfer, content))
+                for pos in range(0, n, N_PLACE):
+                    place = partial(self._place, workers, transfer, content, pos, min(pos + N_PLACE, n))
+                    if appends:
+                        place(None)
+                    else:
+                        self._when_free(place)
+                self._load(workers, transfer, content)
             except Exception as failed:
                 error = failed
             transfer.seal()
@@ -205,11 +234,12 @@ class _Job:
         while not self._engine.call(tried).result():
             time.sleep(RETRY_S)
 
-    def _begin_write(self, engine: Any) -> Transfer:
+    def _begin_write(self, engine: Any, n: int) -> tuple[Transfer, bool]:
         slot = _idle(engine, self._id)
         engine.scheduler.clear(slot)
         slot.restoring = True
-        return Transfer(slot.seq_id, to_host=False)
+        appends = n > 0 and self.cells.appends(slot.seq_id, 0, n)
+        return Transfer(slot.seq_id, False, self.cells.fence(slot.seq_id)), appends
 
     def _place(self, workers: Workers, transfer: Transfer, content: _Content, pos: int, end: int, engine: Any) -> None:
         where = self.cells.place(transfer.seq_id, pos, content.tokens[pos:end])
@@ -219,14 +249,26 @@ class _Job:
         ]
         workers.add(transfer, self._copier.works(transfer.seq_id, False, pieces))
 
-    def _load(self, engine: Any, transfer: Transfer, content: _Content) -> None:
+    def _load(self, workers: Workers, transfer: Transfer, content: _Content) -> None:
         n = len(content.tokens)
-        if not n or not engine.kv.needs_checkpoints:
+        if not n or not self.needs_state:
             return
-        last = next((c for c in content.states if c.n_tokens == n), None)
-        if last is None:
+        data = next((state for c, state in content.states if c.n_tokens == n), None)
+        if data is None:
             raise StateFileError("it lacks the state behind its last token")
-        _whole(self.cells.load_state(transfer.seq_id, last.data), last.data)
+        staged: list[StateCopy] = []
+
+        def begin(engine: Any) -> None:
+            copying = self.cells.load_state(transfer.seq_id, data)
+            if copying.detach():
+                staged.append(copying)
+            else:
+                _whole(copying, data)
+
+        self._when_free(begin)
+        for copying in staged:
+            copying.copy(data, 0, copying.n_bytes)
+            self._when_free(lambda engine, copying=copying: copying.put(transfer.seq_id))  # type: ignore[misc]
 
     def _finish(self, engine: Any, content: _Content, error: Exception | None) -> None:
         slot: Slot = engine.slots[self._id]
@@ -236,12 +278,12 @@ class _Job:
             return
         slot.tokens.keep(0)
         slot.tokens.extend(content.tokens)
-        slot.checkpoints = [c for c in content.states if engine.kv.needs_checkpoints]
+        slot.checkpoints = [c for c, _ in content.states if engine.kv.needs_checkpoints]
         slot.t_last_used = time.perf_counter()
 
 
-def _facts(engine: Any) -> tuple[Cells, str, str, int]:
+def _facts(engine: Any) -> tuple[Cells, Config, str, int, bool]:
     cells: Cells | None = engine.cells
     if cells is None or cells.reason:
         raise NotCopied(cells.reason if cells is not None else "this native build is too old: run `llamamg build`")
-    return cells, model_identity(engine.config), engine.model.name, engine.n_ctx_slot
+    return cells, engine.config, engine.model.name, engine.n_ctx_slot, engine.kv.needs_checkpoints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from llamamg.abi import NativeError
 from llamamg.batch import Batch
-from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy
+from llamamg.blocks import N_ROWS, BlockLayout, Cells, Fence, Plane, StateCopy
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.errors import BatchError
@@ -192,6 +193,9 @@ class FakeCells(Cells):
     def __init__(self, kv: FakeKV) -> None:
         self.kv, self.reason, self.layout = kv, "", BlockLayout(((26, 4, 1),))
         self.slow: Callable[[], None] = lambda: None
+        self.appending = True
+        self.n_state_bytes_max = 0
+        self.detached: weakref.WeakSet[FakeStateCopy] = weakref.WeakSet()
 
     def planes(self, seq_id: int) -> list[Plane]:
         """One in host memory."""
@@ -218,28 +222,78 @@ class FakeCells(Cells):
         else:
             held[cell : cell + n] = self.kv.rows[seq_id][cell : cell + n] = rows.tolist()
 
+    def appends(self, seq_id: int, pos: int, n: int) -> bool:
+        """Cells are positions."""
+        return self.appending
+
+    def fence(self, seq_id: int) -> Fence | None:
+        """Nothing is computed asynchronously."""
+        return None
+
+    def limit_states(self, n_bytes: int, n_left: int) -> None:
+        """Remember it."""
+        self.n_state_bytes_max = n_bytes
+
+    def state_bytes(self) -> int:
+        """Those of living copies."""
+        return sum(copy.n_bytes for copy in self.detached)
+
+    def memory_free(self) -> list[int]:
+        """In main memory."""
+        return []
+
     def save_state(self, seq_id: int) -> StateCopy:
         """The tokens again."""
-        return FakeStateCopy(self.kv, seq_id, len(self.kv.held[seq_id]), self)
+        return FakeStateCopy(self, seq_id, len(self.kv.held[seq_id]))
 
     def load_state(self, seq_id: int, state: NDArray[np.uint8]) -> StateCopy:
-        """Checks that the state belongs to the cells."""
-        assert len(state) == 4 * len(self.kv.held[seq_id])
-        return FakeStateCopy(self.kv, seq_id, len(state) // 4, self, to_host=False)
+        """Checks that the state belongs to the cells, unless it is detached."""
+        return FakeStateCopy(self, seq_id, len(state) // 4, to_host=False)
 
 
 class FakeStateCopy(StateCopy):
     """A state of a FakeKV, which is its tokens."""
 
-    def __init__(self, kv: FakeKV, seq_id: int, n: int, cells: FakeCells, to_host: bool = True) -> None:
-        self.n_bytes, self._kv, self._seq_id, self._cells, self._to_host = 4 * n, kv, seq_id, cells, to_host
+    def __init__(self, cells: FakeCells, seq_id: int, n: int, to_host: bool = True) -> None:
+        self.n_bytes, self._seq_id, self._cells, self._to_host = 4 * n, seq_id, cells, to_host
+        self._own: NDArray[np.uint8] | None = None  # memory of its own
         self.closed = False
 
     def copy(self, state: NDArray[np.uint8], begin: int, end: int) -> None:
-        """All of it."""
+        """To or from the sequence, or what it was when this was detached."""
+        self.copy_at(state.ctypes.data + begin, begin, end)
+
+    def copy_at(self, address: int, begin: int, end: int) -> None:
+        """As `copy`."""
         self._cells.slow()
+        there = np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(address))
+        if self._own is None:
+            mine = np.array(self._cells.kv.held[self._seq_id], np.int32).view(np.uint8)
+            assert len(mine) == self.n_bytes, "the state does not belong to the cells"
+        else:
+            mine = self._own
         if self._to_host:
-            state[:] = np.array(self._kv.held[self._seq_id][: self.n_bytes // 4], np.int32).view(np.uint8)
+            there[:] = mine[begin:end]
+        elif self._own is not None:
+            self._own[begin:end] = there
+
+    def detach(self) -> bool:
+        """While they fit."""
+        if self.n_bytes + self._cells.state_bytes() > self._cells.n_state_bytes_max:
+            return False
+        held = self._cells.kv.held[self._seq_id]
+        self._own = np.array(held, np.int32).view(np.uint8) if self._to_host else np.zeros(self.n_bytes, np.uint8)
+        self._cells.detached.add(self)
+        return True
+
+    def put(self, seq_id: int) -> None:
+        """Checks that it belongs to the cells, and forgets those behind it."""
+        assert self._own is not None
+        kv, n = self._cells.kv, self.n_bytes // 4
+        if kv.held[seq_id][:n] != self._own.view(np.int32).tolist():
+            raise NativeError("this state is of another sequence")
+        del kv.held[seq_id][n:]
+        kv.cut.discard(seq_id)
 
     def close(self) -> None:
         """Remember that."""

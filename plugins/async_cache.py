@@ -14,13 +14,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from llamamg import (
+    Batch,
     Cells,
     Config,
     FinishReason,
     Guard,
+    KeptState,
     Options,
     PluginError,
     PrefixHit,
+    Removal,
     Request,
     Sequence,
     Slot,
@@ -31,11 +34,12 @@ from llamamg import (
     pick_copier,
     plugin,
 )
-from llamamg.statefile import model_identity
-from llamamg_plugins.async_cache_blocks import BlockPool, pinned_by
+from llamamg.statefile import FolderInUse, FolderLock, model_identity
+from llamamg_plugins.async_cache_blocks import BlockPool
 from llamamg_plugins.async_cache_disk import BadFile, Disk
 from llamamg_plugins.async_cache_hit import Hit
-from llamamg_plugins.async_cache_save import Saver
+from llamamg_plugins.async_cache_kept import KeptStates, device_bytes
+from llamamg_plugins.async_cache_save import N_PUBLISH, Saver
 from llamamg_plugins.async_cache_tree import Tree
 
 log = logging.getLogger(__name__)
@@ -63,7 +67,9 @@ class AsyncCache:
         threads: int = 0,
         disk: str = "",
         disk_gb: float = 16.0,
+        device_mb: int = -1,
     ) -> None:
+        self.device_mb = device_mb
         self.disk, self.disk_gb = disk, disk_gb
         self.ram, self.idle_slots, self.stage_mb, self.threads = ram, idle_slots, stage_mb, threads
         self.effect = 0
@@ -72,6 +78,7 @@ class AsyncCache:
         self._tree: Tree | None = None  # None: nothing can be copied here
         self._waits = False
         self._disk: Disk | None = None
+        self._lock: FolderLock | None = None  # of the folder
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -102,6 +109,15 @@ class AsyncCache:
             env=("LLAMA_SERVER_XFER_STAGE_MB",),
         )
         options.add(
+            "device-mb",
+            type=int,
+            default=-1,
+            minimum=-1,
+            help="MiB on the devices for recurrent states and those on their way to and from the host; 0: none, -1: a "
+            "quarter of what is free, at most 2048",
+            aliases=("--cache-device-mb",),
+        )
+        options.add(
             "threads",
             type=int,
             default=0,
@@ -109,7 +125,6 @@ class AsyncCache:
             help="threads that copy; 0: one, and four where the cache is on a GPU",
             env=("LLAMA_STATE_XFER_THREADS",),
         )
-
         options.add(
             "disk",
             default="",
@@ -132,16 +147,30 @@ class AsyncCache:
             more = ", and what goes to disk passes through it" if self.disk else ""
             raise Unavailable(f"there is nowhere to keep prompts: --cache-ram is 0{more}")
         if self.disk:
-            try:
-                Path(self.disk).mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.disk):
-                    pass
-            except OSError as error:
-                raise PluginError(f"--cache-disk {self.disk} cannot be used: {error.strerror or error}") from error
+            self._lock_folder(Path(self.disk))
         if not config.generation.cache_prompt:
             raise Unavailable("prompts are not reused (--no-cache-prompt)")
         # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
         self._waits = config.generation.context_shift
+
+    def _lock_folder(self, folder: Path) -> None:
+        self._unlock_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            self._lock = FolderLock(folder)
+        except OSError as error:
+            raise PluginError(f"--cache-disk {folder} cannot be used: {error.strerror or error}") from error
+        except FolderInUse as error:
+            raise PluginError(
+                f"--cache-disk {error}: give each server a folder of its own, or end that process first"
+            ) from error
+
+    def _unlock_folder(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     @hookimpl
     def engine_start(self, engine: Any) -> None:
@@ -155,20 +184,23 @@ class AsyncCache:
         copier, why = pick_copier(cells)
         self._copier, self._way = copier, f"{copier.name}: {why}"
         n_max = self.ram * MIB if self.ram >= 0 else 1 << 60
-        is_pinned = copier.name == "cupy" and self.stage_mb > 0
+        on_host = all(plane.device == "" for plane in cells.planes(0))
+        n_threads = self.threads or (1 if on_host else min(4, os.cpu_count() or 1))
+        pinned = getattr(copier, "pinned", None) if self.stage_mb else None
+        if pinned is not None:
+            pinned.reserve(n_threads)
         pool = BlockPool(
             cells.layout.n_block_bytes,
             n_max,
-            pinned=pinned_by(copier.cupy) if is_pinned else None,  # type: ignore[attr-defined]
+            pinned=None if pinned is None else pinned.allocate,
             n_pinned_bytes=self.stage_mb * MIB,
         )
         self._tree = Tree(pool, n_max)
-        on_host = all(plane.device == "" for plane in cells.planes(0))
-        n_threads = self.threads or (1 if on_host else min(4, os.cpu_count() or 1))
         # On a host the decoders need the memory's bandwidth; a device copies beside its kernels.
         pause = {} if on_host else {"pause_save": 0.0, "pause_load": 0.0}
         self._workers = Workers(n_threads, **pause)
-        self._saver = Saver(cells, self._kv, self._tree, copier, self._workers)
+        self._kept = KeptStates(cells, copier, self._workers, device_bytes(cells, self.device_mb))
+        self._saver = Saver(cells, self._kv, self._tree, copier, self._workers, self._kept)
         if self.disk:
             self._open_disk()
 
@@ -192,8 +224,10 @@ class AsyncCache:
             self._saver.saved = lambda path: None
             self._saver.stop()
             self._workers.stop()
+            self._kept.stop()
         if self._disk is not None:
             self._disk.stop()
+        self._unlock_folder()
 
     @hookimpl
     def register_metrics(self, metrics: Any) -> None:
@@ -259,6 +293,20 @@ class AsyncCache:
             save.transfer.wait()
 
     @hookimpl
+    def take_state(self, slot: Slot) -> KeptState | None:
+        """A checkpoint on its devices, where there is room."""
+        # What a window holds depends on the context that it is in; a recurrent state does not.
+        if self._tree is None or not self._kept.n_bytes_max or self._kv.removal is Removal.PART:
+            return None
+        return self._kept.take(slot.seq_id)
+
+    @hookimpl
+    def batch_submitted(self, batch: Batch) -> None:
+        """While a device computes: what was copied becomes a part of the tree."""
+        if self._tree is not None and self._saver.n_running:
+            self._saver.drain(N_PUBLISH)
+
+    @hookimpl
     def slot_changing(self, slot: Slot, n_kept: int) -> None:
         """If it was to be saved only now, do so at once."""
         if self._tree is None or self.idle_slots or slot.busy or n_kept >= len(slot.tokens):
@@ -298,7 +346,7 @@ class AsyncCache:
             return None
         path = [node for node in path if node.start < n]
         return Hit(
-            path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._load, self._ended,
+            path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._kept, self._load, self._ended,
             is_alone=lambda: self._engine.stats.n_requests_processing == 0,
         )  # fmt: skip
 
@@ -344,6 +392,9 @@ class AsyncCache:
         yield "evicted_blocks", "Blocks that went to make room", tree.n_evicted, True
         yield "bytes", "Main memory in use", tree.n_bytes, False
         yield "bytes_max", "Main memory allowed", tree.n_bytes_max, False
+        yield "device_states", "States kept on their devices", self._kept.n_taken, True
+        yield "device_hits", "States put into a slot from their devices", self._kept.n_put, True
+        yield "device_bytes", "Memory on devices in use for states", self._cells.state_bytes(), False
         disk = self._disk
         if disk is not None:
             yield "disk_written_bytes", "Bytes written to the folder", disk.n_written, True

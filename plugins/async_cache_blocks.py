@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +14,26 @@ SLAB_BYTES = 64 << 20
 class Block:
     """Room for one block; `address` is that of its first byte."""
 
-    __slots__ = ("address", "index", "view")
+    __slots__ = ("_slab", "address", "index", "n_bytes")
 
-    def __init__(self, index: int, view: NDArray[np.uint8]) -> None:
-        self.index, self.view = index, view
-        self.address = int(view.ctypes.data)
+    def __init__(self, index: int, slab: Slab, at: int, n_bytes: int) -> None:
+        self.index, self._slab, self.n_bytes = index, slab, n_bytes
+        self.address = slab.address + at
+
+    @property
+    def view(self) -> NDArray[np.uint8]:
+        """Its bytes."""
+        at = self.address - self._slab.address
+        return self._slab.array[at : at + self.n_bytes]
+
+
+class Slab:
+    """Memory of many blocks."""
+
+    __slots__ = ("address", "array")
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array, self.address = array, int(array.ctypes.data)
 
 
 class BlockPool:
@@ -36,15 +50,15 @@ class BlockPool:
         self.n_bytes = max(1, n_bytes)
         self._n_slab = max(1, min(SLAB_BYTES, n_bytes_max) // self.n_bytes)
         self._free: list[int] = []  # a heap: low indexes first keeps neighbours together
-        self._slabs: list[NDArray[np.uint8]] = []
+        self._slabs: list[Slab] = []
         self.n_used = 0
         if pinned is not None:
             for _ in range(min(n_pinned_bytes, n_bytes_max) // (self._n_slab * self.n_bytes)):
                 self._add(pinned(self._n_slab * self.n_bytes))
 
-    def _add(self, slab: NDArray[np.uint8]) -> None:
+    def _add(self, memory: NDArray[np.uint8]) -> None:
         first = len(self._slabs) * self._n_slab
-        self._slabs.append(slab)
+        self._slabs.append(Slab(memory))
         for index in range(first, first + self._n_slab):
             heapq.heappush(self._free, index)
 
@@ -55,19 +69,9 @@ class BlockPool:
         index = heapq.heappop(self._free)
         self.n_used += 1
         slab, at = divmod(index, self._n_slab)
-        return Block(index, self._slabs[slab][at * self.n_bytes : (at + 1) * self.n_bytes])
+        return Block(index, self._slabs[slab], at * self.n_bytes, self.n_bytes)
 
     def give(self, block: Block) -> None:
         """Take it back."""
         heapq.heappush(self._free, block.index)
         self.n_used -= 1
-
-
-def pinned_by(cupy: Any) -> Callable[[int], NDArray[np.uint8]]:
-    """Page-locked memory as arrays that keep it alive."""
-
-    def allocate(n_bytes: int) -> NDArray[np.uint8]:
-        memory = cupy.cuda.alloc_pinned_memory(n_bytes)
-        return np.frombuffer(memory, np.uint8, n_bytes)
-
-    return allocate

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg import N_ROWS, Cells, Copier, Piece, Slot, Transfer, Workers
+from llamamg import N_ROWS, Cells, Copier, Piece, Slot, StateWork, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
+from llamamg_plugins.async_cache_kept import KeptStates
 from llamamg_plugins.async_cache_save import checkpoints
 from llamamg_plugins.async_cache_tree import Node, State, Tree
 
 PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
+N_APPEND = 4096  # cells given out at once by a thread: a cut waits for it, about a millisecond
 Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
 
 
@@ -24,11 +26,12 @@ class Hit:
 
     def __init__(
         self, path: list[Node], n_tokens: int, state: State | None, tree: Tree, cells: Cells, kv: Any,
-        copier: Copier, workers: Workers, load: Load, ended: Callable[[Hit], None], is_alone: Callable[[], bool],
+        copier: Copier, workers: Workers, kept: KeptStates, load: Load, ended: Callable[[Hit], None],
+        is_alone: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._is_alone = is_alone
         self.path, self.n_tokens, self.state = path, n_tokens, state
-        self._tree, self._cells, self._kv = tree, cells, kv
+        self._tree, self._cells, self._kv, self._kept = tree, cells, kv, kept
         self._copier, self._workers, self._load, self._ended = copier, workers, load, ended
         self.transfer: Transfer | None = None
         self.failed: Exception | None = None
@@ -38,19 +41,22 @@ class Hit:
         self._fresh: dict[int, Block] = {}  # blocks being read, by the index of their node in the path
         self._state_data: NDArray[np.uint8] | None = None
         self._state_wanted = state is not None
-        self._reading: Transfer | None = None
+        self._reading: Transfer | None = None  # of the state, from disk
+        self._staging: Transfer | None = None  # of the state, to its devices
+        self._staged: Any = None
 
     # -- as PrefixHit's
 
     def start(self, slot: Slot, n_kept: int) -> None:
         """Pin the blocks, and begin to read what is only on disk."""
         self.slot, self.n_kept, self._n_placed = slot, n_kept, n_kept
-        self.transfer = Transfer(slot.seq_id, to_host=False)
+        self.transfer = Transfer(slot.seq_id, False, self._cells.fence(slot.seq_id))
         for node in self.path:
             node.n_pins += 1
         self._tree.touch(self.path)
+        self._tree.make_room(sum(node.block is None for node in self.path) * self._cells.layout.n_block_bytes)
         state = self.state
-        if state is not None and state.data is None:
+        if state is not None and state.data is None and not state.is_on_device:
             self._reading = Transfer(slot.seq_id, to_host=False)
             self._workers.add(self._reading, [_Read(self._read_state)])
             self._reading.seal()
@@ -70,7 +76,8 @@ class Hit:
         self.failed = self.failed or self.transfer.error
         if self.failed is not None:
             self.transfer.seal()
-        return self.transfer.is_over
+            return self.transfer.is_over
+        return self.transfer.is_over and not self._state_wanted
 
     def restore(self, slot: Slot) -> None:
         """Give the slot its snapshots; after a failure, empty it."""
@@ -84,7 +91,7 @@ class Hit:
 
     def abandon(self) -> None:
         """Stop copying; what is read from disk by then is kept."""
-        for transfer in (self.transfer, self._reading):
+        for transfer in (self.transfer, self._reading, self._staging):
             if transfer is not None:
                 transfer.abandon()
                 transfer.seal()
@@ -97,6 +104,8 @@ class Hit:
 
     def _go_on(self) -> None:
         assert self.transfer is not None
+        if self._n_placed == self.n_kept < self.n_tokens and self._append():
+            self._n_placed = self.n_tokens
         until = time.perf_counter() + (PLACE_ALONE_S if self._is_alone() else PLACE_S)
         while self._n_placed < self.n_tokens and time.perf_counter() < until:
             end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + N_PLACE)
@@ -104,23 +113,21 @@ class Hit:
             pieces = list(self._pieces(self._n_placed, where))
             self._n_placed = end
             self._workers.add(self.transfer, self._copier.works(self.slot.seq_id, False, pieces))
-        if self._n_placed < self.n_tokens or self.transfer.error is not None:
-            return
-        if self._state_wanted:
-            if self._reading is not None:
-                if not self._reading.is_over:
-                    return
-                if self._reading.error is not None:
-                    raise self._reading.error
-            assert self._state_data is not None
-            self._state_wanted = False
-            # At once, while nothing is computed here: a decode of others may swap the rows of recurrent states.
-            copying = self._cells.load_state(self.slot.seq_id, self._state_data)
-            try:
-                copying.copy(self._state_data, 0, copying.n_bytes)
-            finally:
-                copying.close()
-        self.transfer.seal()
+        if self._n_placed == self.n_tokens:
+            self.transfer.seal()
+        if self._state_wanted and self.transfer.error is None:
+            self._state_wanted = not self._state_is_put()
+
+    def _append(self) -> bool:
+        """Where cells will be positions: give them out on the threads that copy, and copy everything meanwhile."""
+        assert self.transfer is not None
+        seq_id, begin, n = self.slot.seq_id, self.n_kept, self.n_tokens - self.n_kept
+        if not self._cells.appends(seq_id, begin, n):
+            return False
+        place = _Place(self._cells, seq_id, self._tokens, begin)
+        pieces = list(self._pieces(begin, np.arange(begin, self.n_tokens, dtype=np.int32)))
+        self._workers.add(self.transfer, [place, *self._copier.works(seq_id, False, pieces)])
+        return True
 
     def _pieces(self, pos: int, where: NDArray[np.int32]) -> Any:
         end = pos + len(where)
@@ -135,6 +142,49 @@ class Hit:
                     self._load(node.stored, block.view)
 
             yield Piece(a, where[a - pos : b - pos], block.address, a - node.start, prepare=prepare)
+
+    # -- the state
+
+    def _state_is_put(self) -> bool:
+        """Bring the state to its devices beside the rows, and put it into the sequence behind them; True once that is done.
+
+        Between two batches: a decode of others may swap the rows of recurrent states.
+        """
+        assert self.transfer is not None
+        state = self.state
+        if state is not None and state.is_on_device and state.kept is not None:
+            if not self.transfer.is_over:
+                return False
+            if state.kept.put(self.slot.seq_id):
+                self._kept.used(state.kept)
+                return True
+            self._state_data = state.kept.host_bytes()
+        if not _is_done(self._reading):
+            return False
+        data = self._state_data
+        if data is None:
+            raise RuntimeError("the state is not there any more")
+        if self._kept.n_bytes_max and self._staging is None:
+            self._stage(data)
+        if not self.transfer.is_over or not _is_done(self._staging):
+            return False
+        if self._staged is not None:
+            self._staged.put(self.slot.seq_id)
+            return True
+        copying = self._cells.load_state(self.slot.seq_id, data)
+        try:
+            copying.copy(data, 0, copying.n_bytes)
+        finally:
+            copying.close()
+        return True
+
+    def _stage(self, data: NDArray[np.uint8]) -> None:
+        self._staging = Transfer(self.slot.seq_id, to_host=False)
+        copying = self._cells.load_state(self.slot.seq_id, data)
+        if self._kept.detach(copying):
+            self._staged = copying
+            self._workers.add(self._staging, [StateWork(self._copier, copying, False, data, lambda data: None)])
+        self._staging.seal()
 
     def _read_state(self) -> None:
         state = self.state
@@ -152,12 +202,22 @@ class Hit:
             else:
                 self._tree.give_block(block)
         self._fresh = {}
+        self._staged = None
         state, data = self.state, self._state_data
         if is_good and state is not None and state.data is None and data is not None:
             self._tree.hold(state, data)
         for node in self.path:
             node.n_pins -= 1
         self._tree.make_room(0)
+
+
+def _is_done(transfer: Transfer | None) -> bool:
+    """Whether nothing is under way. Raises what went wrong."""
+    if transfer is None:
+        return True
+    if transfer.is_over and transfer.error is not None:
+        raise transfer.error
+    return transfer.is_over
 
 
 class _Read:
@@ -171,6 +231,28 @@ class _Read:
     def copy(self, chunk: int, limit: int) -> None:
         """All of it."""
         self._read()
+
+    def finish(self, limit: int) -> None:
+        """Nothing is left."""
+
+
+class _Place:
+    """A work that gives out the cells of all tokens from position `start` on."""
+
+    n_bytes = 0
+
+    def __init__(self, cells: Cells, seq_id: int, tokens: NDArray[np.int32], start: int) -> None:
+        self._cells, self._seq_id, self._tokens = cells, seq_id, tokens
+        self.start, self.end = start, len(tokens)
+        self.n_chunks = -(-(self.end - start) // N_APPEND)
+
+    def copy(self, chunk: int, limit: int) -> None:
+        """The next ones."""
+        at = self.start + chunk * N_APPEND
+        tokens = self._tokens[at : at + N_APPEND]
+        where = self._cells.place(self._seq_id, at, tokens)
+        if where[0] != at or where[-1] != at + len(tokens) - 1:
+            raise RuntimeError("the cells of a sequence are not its positions")
 
     def finish(self, limit: int) -> None:
         """Nothing is left."""

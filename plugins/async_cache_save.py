@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from llamamg import N_ROWS, Cells, Checkpoint, Copier, Piece, Slot, Transfer, Work, Workers
+from llamamg import N_ROWS, Cells, Checkpoint, Copier, KeptState, Piece, Slot, Transfer, Work, Workers
 from llamamg_plugins.async_cache_blocks import Block
+from llamamg_plugins.async_cache_kept import KeptStates
 from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
 
 log = logging.getLogger(__name__)
+N_PUBLISH = 64  # blocks taken into the tree in one step: about half a millisecond
 
 
 @dataclass(slots=True, eq=False)
@@ -38,18 +38,29 @@ class Save:
     parent: Node  # what the first part is built on
     parts: list[_Part] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
-    tail: State | None = None  # the state as the slot had it when it was released
     pinned: list[Node] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
     n_published: int = 0
     is_short: bool = False  # a block was cut, so nothing can be built on it
+    has_rows: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be copied."""
+        return self.transfer.is_over and self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all states are in main memory, or will never be."""
+        return all(state.kept is None or state.kept.is_settled for state in self.states)
 
 
 class Saver:
     """`drain` and all else on the engine thread; copies end on others and leave word in a queue."""
 
-    def __init__(self, cells: Cells, kv: Any, tree: Tree, copier: Copier, workers: Workers) -> None:
+    def __init__(self, cells: Cells, kv: Any, tree: Tree, copier: Copier, workers: Workers, kept: KeptStates) -> None:
         self._cells, self._kv, self._tree, self._copier, self._workers = cells, kv, tree, copier, workers
+        self._kept = kept
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[Save] = []
         self.saved: Callable[[list[Node]], None] = lambda path: None  # told when a slot is saved: its blocks
@@ -76,7 +87,7 @@ class Saver:
             else:
                 parent = last
         self._tree.touch(path)
-        save = Save(Transfer(slot.seq_id, to_host=True), parent, path=path)
+        save = Save(Transfer(slot.seq_id, True, self._cells.fence(slot.seq_id)), parent, path=path)
         for node in path:
             self._pin(save, node)
         save.states = [_state(c) for c in slot.checkpoints if c.n_tokens <= len(tokens)]
@@ -87,31 +98,24 @@ class Saver:
             works = self._row_works(slot, save, tokens, first, grows)
         except MemoryError:
             log.warning("no memory for the cache of prompts: slot %d is saved in part", slot.id)
-        if not works:
-            if save.tail is not None:
-                save.states.append(save.tail)
+        if not works and save.is_settled:
             self._attach(save)
             self._unpin(save)
             return None
         self._running.append(save)
-        slot.copying = save.transfer
-        self.n_saved += 1
-        self._workers.add(save.transfer, works)
+        if works:
+            slot.copying, save.has_rows = save.transfer, True
+            self.n_saved += 1
+            self._workers.add(save.transfer, works)
         save.transfer.seal()
         return save
 
     def _take_state(self, slot: Slot, save: Save, n_tokens: int) -> None:
-        """The state as it is now, at once: a decode of others may swap the rows in which recurrent states lie."""
+        """The state as it is now: a decode of others may swap the rows in which recurrent states lie."""
         if not self._kv.needs_checkpoints or any(state.n_tokens == n_tokens for state in save.states):
             return
-        copying = self._cells.save_state(slot.seq_id)
-        try:
-            data = np.empty(copying.n_bytes, np.uint8)
-            copying.copy(data, 0, copying.n_bytes)
-        finally:
-            copying.close()
         pos = (self._kv.pos_min(slot.seq_id), self._kv.pos_max(slot.seq_id))
-        save.tail = State(n_tokens, *pos, data)
+        save.states.append(_state_of(self._kept.take(slot.seq_id), n_tokens, *pos))
 
     def _row_works(self, slot: Slot, save: Save, tokens: Tokens, first: int, grows: Node | None) -> list[Work]:
         n = len(tokens)
@@ -147,15 +151,14 @@ class Saver:
 
         self._done.put(note)
 
-    def drain(self) -> None:
-        """Take into the tree what has been copied."""
+    def drain(self, n_most: int = 1 << 30) -> None:
+        """Take into the tree what has been copied, at most so many blocks of each slot."""
         self._take()
         for save in list(self._running):
-            is_over = save.transfer.is_over
+            is_over = save.is_over
             if is_over:
                 self._take()  # what its last copies left word of
-            self._publish(save)
-            if is_over:
+            if self._publish(save, n_most) and is_over:
                 self._running.remove(save)
                 self._finish(save)
 
@@ -166,12 +169,15 @@ class Saver:
             except queue.Empty:
                 return
 
-    def _publish(self, save: Save) -> None:
-        """Blocks become a part of the tree in their order, whichever thread was the first."""
+    def _publish(self, save: Save, n_most: int) -> bool:
+        """Blocks become a part of the tree in their order, whichever thread was the first. False when some are left."""
+        n_before = save.n_published
         while save.n_published < len(save.parts) and not save.is_short:
             part = save.parts[save.n_published]
             if part.n_done < 0:
-                return
+                break
+            if save.n_published - n_before >= n_most:
+                return False
             save.n_published += 1
             tokens = part.tokens[: part.row + part.n_done]
             if part.grows is not None:
@@ -183,8 +189,10 @@ class Saver:
                 self._pin(save, node)
                 save.path.append(node)
             save.parent = node
-            self._tree.touch(save.path)
             save.is_short = len(tokens) < len(part.tokens)
+        if save.n_published > n_before:
+            self._tree.touch(save.path)
+        return True
 
     def _finish(self, save: Save) -> None:
         self.n_cut += save.is_short or save.n_published < len(save.parts)
@@ -196,15 +204,18 @@ class Saver:
                 part.grows.is_growing = False
             else:
                 self._tree.give_block(part.block)
-        if save.tail is not None:
-            save.states.append(save.tail)
         self._attach(save)
         self._unpin(save)
-        self.saved(save.path)
+        if save.has_rows:
+            self.saved(save.path)
 
     def _attach(self, save: Save) -> None:
         """States belong to the block of the last token they have seen."""
         for state in save.states:
+            if state.data is None and state.kept is not None:
+                state.data = state.kept.data
+            if state.data is None:
+                continue  # its copy failed, or was dropped
             node = next((node for node in save.path if node.start < state.n_tokens <= node.end), None)
             if node is not None:
                 self._tree.add_state(node, state)
@@ -218,6 +229,9 @@ class Saver:
         """Copy nothing more."""
         for save in self._running:
             save.transfer.abandon()
+            for state in save.states:
+                if state.kept is not None:
+                    state.kept.host_bytes()
         self.drain()
 
     def _pin(self, save: Save, node: Node) -> None:
@@ -230,12 +244,17 @@ class Saver:
         save.pinned = []
 
 
-def _state(checkpoint: Checkpoint) -> State:
-    c = checkpoint
+def _state(c: Checkpoint) -> State:
+    if isinstance(c.data, KeptState):
+        return _state_of(c.data, c.n_tokens, c.pos_min, c.pos_max)
     return State(c.n_tokens, c.pos_min, c.pos_max, c.data)
+
+
+def _state_of(kept: KeptState, n_tokens: int, pos_min: int, pos_max: int) -> State:
+    return State(n_tokens, pos_min, pos_max, kept.data, kept=kept)
 
 
 def checkpoints(path: Seq[Node], n: int) -> list[Checkpoint]:
     """The states of a path up to `n` tokens that are in memory, as a slot keeps them."""
     states = [state for node in path for at, state in sorted(node.states.items()) if at <= n]
-    return [Checkpoint(s.n_tokens, s.pos_min, s.pos_max, -1, s.data) for s in states if s.data is not None]
+    return [Checkpoint(s.n_tokens, s.pos_min, s.pos_max, -1, s.kept or s.data) for s in states if s.data is not None]

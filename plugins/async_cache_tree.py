@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg import N_ROWS
+from llamamg import N_ROWS, KeptState
 from llamamg_plugins.async_cache_blocks import Block, BlockPool
 
 Tokens = NDArray[np.int32]
@@ -23,13 +23,22 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class State:
-    """What does not grow with the tokens, as it was after `n_tokens`; a snapshot is shared with the slot that made it."""
+    """What does not grow with the tokens, as it was after `n_tokens`; a snapshot is shared with the slot that made it.
+
+    `kept` may have it on its devices.
+    """
 
     n_tokens: int
     pos_min: int
     pos_max: int
     data: NDArray[np.uint8] | None
     stored: Any = None  # where it lies on disk
+    kept: KeptState | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it can be put into a sequence without a copy from main memory."""
+        return self.kept is not None and self.kept.device is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -234,6 +243,7 @@ class Tree:
 
     def _free_data(self, state: State) -> None:
         data, state.data = state.data, None
+        state.kept = None
         if data is None:
             return
         self._held[id(data)] -= 1

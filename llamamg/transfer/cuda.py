@@ -1,17 +1,20 @@
-"""Copies by cupy: asynchronous, on a stream of their own for each device, of many blocks in one call where they lie evenly.
+"""Copies by cupy: asynchronous, on streams of their own for each device, of many blocks in one call where they lie evenly.
 
-The rows of a sequence that left its slot were computed before its last token was sampled, so nothing has to be waited for.
+What is computed into the rows has ended before a copy begins: the transfer waits for its fence.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamamg.blocks import N_ROWS, Cells, Plane, runs
+from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy, runs
 from llamamg.transfer.job import Piece, Work
+from llamamg.transfer.pinned import Pinned
 
 CHUNK_BYTES = 32 << 20  # on its way at once; a cut waits for it, about 1 ms
 D2H, H2D = 2, 1  # cudaMemcpyKind
@@ -36,7 +39,12 @@ class CudaCopier:
 
     def __init__(self, cells: Cells, cupy: Any, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._cells, self.cupy, self._chunk_bytes = cells, cupy, chunk_bytes
-        self._streams: dict[int, Any] = {}
+        self.layout = cells.layout
+        n_block = max(1, self.layout.n_block_bytes)
+        self._n_most = max(1, chunk_bytes // n_block)  # blocks of a work
+        self.state_chunk_bytes = max(chunk_bytes, n_block)
+        self.pinned = Pinned(cupy, self.state_chunk_bytes)
+        self._streams: dict[tuple[int, bool], Any] = {}
         self._lock = threading.Lock()
         self._planes: dict[int, list[tuple[Plane, int]]] = {}
 
@@ -48,23 +56,49 @@ class CudaCopier:
             self._planes[seq_id] = known
         return known
 
-    def stream(self, device: int) -> Any:
-        """The stream for copies of a device, made when it is first used; the device must be the current one."""
+    def stream(self, device: int, to_host: bool) -> Any:
+        """The stream of a device and direction, made when it is first used; the device must be the current one."""
         with self._lock:
-            if device not in self._streams:
-                self._streams[device] = self.cupy.cuda.Stream(non_blocking=True)
-            return self._streams[device]
+            if (device, to_host) not in self._streams:
+                self._streams[device, to_host] = self.cupy.cuda.Stream(non_blocking=True)
+            return self._streams[device, to_host]
 
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
         """As Copier's; called on the engine thread."""
         self.planes(seq_id)
-        n_most = max(1, self._chunk_bytes // max(1, self._cells.layout.n_block_bytes))
+        n = self._n_most
         return [
-            CudaWork(self, self._cells.layout.n_row_bytes, seq_id, to_host, tuple(pieces[i : i + n_most]))
-            for i in range(0, len(pieces), n_most)
+            CudaWork(self, self.layout.n_row_bytes, seq_id, to_host, tuple(pieces[i : i + n]))
+            for i in range(0, len(pieces), n)
         ]
 
-    def copy(self, seq_id: int, to_host: bool, merged: Seq[Run]) -> None:
+    def copy(self, seq_id: int, to_host: bool, pieces: Seq[Piece], limit: int) -> None:
+        """Copy what of the pieces lies below `limit`, through page-locked memory where the blocks are not."""
+        merged: list[Run] = []
+        others: list[Piece] = []
+        for area, together in itertools.groupby(pieces, lambda piece: self.pinned.area(piece.block)):
+            if area < 0:
+                others += (piece for piece in together if piece.pos < limit)
+            else:
+                merged += merge(tuple(together), limit)
+        if merged:
+            self._copy_runs(seq_id, to_host, merged)
+        if not others:
+            return
+        size = self.layout.n_block_bytes
+        with self.pinned.bounce() as buffer:
+            base = int(buffer.ctypes.data)
+            on_the_way = [Piece(p.pos, p.cells, base + i * size, p.row) for i, p in enumerate(others)]
+            if not to_host:
+                for piece, way in zip(others, on_the_way, strict=True):
+                    ctypes.memmove(way.block, piece.block, size)
+            self._copy_runs(seq_id, to_host, merge(on_the_way, limit))
+            if to_host:
+                for piece, way in zip(others, on_the_way, strict=True):
+                    n = min(limit - piece.pos, len(piece.cells))
+                    move_rows(self.layout, way.block, piece.block, piece.row, n)
+
+    def _copy_runs(self, seq_id: int, to_host: bool, merged: Seq[Run]) -> None:
         """Queue the copies of all planes on their devices and wait for them."""
         runtime, events = self.cupy.cuda.runtime, []
         kind = D2H if to_host else H2D
@@ -75,7 +109,7 @@ class CudaCopier:
             offset += N_ROWS * plane.n_row_bytes
         for device, planes in by_device.items():
             with self.cupy.cuda.Device(device):
-                stream = self.stream(device)
+                stream = self.stream(device, to_host)
                 for plane, at in planes:
                     for run in merged:
                         _queue(runtime, plane, at, run, to_host, kind, stream.ptr)
@@ -84,6 +118,28 @@ class CudaCopier:
                 events.append(event)
         for event in events:
             event.synchronize()
+
+    def copy_state(self, copying: StateCopy, address: int, begin: int, end: int, to_host: bool) -> None:
+        """As Copier's, through page-locked memory."""
+        with self.pinned.bounce() as buffer:
+            way = int(buffer.ctypes.data)
+            if not to_host:
+                ctypes.memmove(way, address + begin, end - begin)
+            copying.copy_at(way, begin, end)
+            if to_host:
+                ctypes.memmove(address + begin, way, end - begin)
+
+
+def move_rows(layout: BlockLayout, source: int, target: int, row: int, n: int) -> None:
+    """Copy `n` rows from `row` on from one block to another, plane by plane unless they are all."""
+    if n == N_ROWS:
+        ctypes.memmove(target, source, layout.n_block_bytes)
+        return
+    at = 0
+    for _, n_bytes, n_columns in layout.planes:
+        for _ in range(n_columns):
+            ctypes.memmove(target + at + row * n_bytes, source + at + row * n_bytes, n * n_bytes)
+            at += N_ROWS * n_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +165,7 @@ class CudaWork:
         for piece in self.pieces:
             if piece.prepare is not None and piece.pos < limit:
                 piece.prepare()
-        self.copier.copy(self.seq_id, self.to_host, merge(self.pieces, limit))
+        self.copier.copy(self.seq_id, self.to_host, self.pieces, limit)
 
     def finish(self, limit: int) -> None:
         for piece in self.pieces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from llamamg.blocks import BlockLayout, Cells, runs
+from llamamg.blocks import BlockLayout, Cells, StateCopy, runs
 from llamamg.transfer.job import Piece, Work
 
 CHUNK_BYTES = 1 << 20  # what a cut waits for at most: about 0.2 ms
@@ -18,10 +18,15 @@ class HostCopier:
 
     def __init__(self, cells: Cells, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._cells, self._chunk_bytes = cells, chunk_bytes
+        self.state_chunk_bytes = chunk_bytes
 
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
         """As Copier's."""
         return [PieceWork(self._cells, seq_id, to_host, piece, self._chunk_bytes) for piece in pieces]
+
+    def copy_state(self, copying: StateCopy, address: int, begin: int, end: int, to_host: bool) -> None:
+        """As Copier's."""
+        copying.copy_at(address + begin, begin, end)
 
 
 @dataclass(slots=True, eq=False)

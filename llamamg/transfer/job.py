@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamamg.blocks import Indexes
+from llamamg.blocks import Fence, Indexes, StateCopy
 
 ALL = 1 << 62  # a limit that cuts nothing
 
@@ -52,16 +52,21 @@ class Copier(Protocol):
     """Makes works of pieces. `name` is shown to users."""
 
     name: str
+    state_chunk_bytes: int  # of a state, copied at once
 
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
         """The works that copy these pieces."""
+
+    def copy_state(self, copying: StateCopy, address: int, begin: int, end: int, to_host: bool) -> None:
+        """Copy the bytes [begin, end) of a detached state, whose first byte is at `address`. Raises NativeError."""
 
 
 class Transfer:
     """Made, filled and cut on one thread; worked on by others."""
 
-    def __init__(self, seq_id: int, to_host: bool) -> None:
+    def __init__(self, seq_id: int, to_host: bool, fence: Fence | None = None) -> None:
         self.seq_id, self.to_host = seq_id, to_host
+        self._fence = fence  # what is being computed into the rows, or read from them, still
         self.error: Exception | None = None
         self.n_bytes = 0  # copied
         self._limit = ALL
@@ -118,6 +123,13 @@ class Transfer:
         return self._limit
 
     # -- threads that copy
+
+    def await_rows(self) -> None:
+        """Wait until the rows are computed, or not needed any more, before the first chunk is copied."""
+        fence = self._fence
+        if fence is not None:
+            fence.wait()
+            self._fence = None
 
     def enter(self, work: Work) -> int:
         """Begin a chunk; the limit up to which it may copy, 0: nothing."""

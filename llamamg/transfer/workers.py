@@ -69,6 +69,7 @@ class Workers:
     def _copy(self, transfer: Transfer, work: Work) -> int:
         """Copy one work; the bytes copied, 0 when it was cut away."""
         pause, limit = self._pause[transfer.to_host], work.end
+        transfer.await_rows()
         for chunk in range(work.n_chunks):
             allowed = transfer.enter(work)
             if allowed <= 0:

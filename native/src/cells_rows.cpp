@@ -77,15 +77,20 @@ llama_kv_cell_ext text_ext(llama_token token, llama_pos pos, uint32_t n_pos) {
 
 }  // namespace
 
-// Cells that are their positions, behind all others of the stream: the ordered sets grow at their ends.
+bool kv_take::appends(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n) {
+    const llama_kv_cells & cells = cache.v_cells[cache.seq_to_stream[seq]];
+    return cache.n_stream == cache.n_seq_max && cache.n_swa == 0 && cells.used_max_p1() <= (uint32_t) pos &&
+           (uint32_t) (pos + n) <= cells.size();
+}
+
+// The ordered sets grow at their ends.
 bool kv_take::append(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, const llama_token * tokens,
                      uint32_t n_pos) {
-    llama_kv_cells & cells = cache.v_cells[cache.seq_to_stream[seq]];
-    if (cache.n_stream != cache.n_seq_max || cache.n_swa > 0 || cells.used_max_p1() > (uint32_t) pos ||
-        (uint32_t) (pos + n) > cells.size()) {
+    if (!appends(cache, seq, pos, n)) {
         return false;
     }
-    auto & positions = cells.seq_pos[seq];
+    llama_kv_cells & cells     = cache.v_cells[cache.seq_to_stream[seq]];
+    auto &           positions = cells.seq_pos[seq];
     for (int32_t i = 0; i < n; ++i) {
         const llama_pos p = pos + i;
         cells.pos[p]      = p;

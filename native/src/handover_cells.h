@@ -32,6 +32,8 @@ struct kv_take {
     static bool planes(const llama_kv_cache & cache, llama_seq_id seq, std::vector<kv_plane> & out);
     // The cells of positions [pos, pos + n) of a sequence; false when one is missing, or is there twice.
     static bool find(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, int32_t * out);
+    // Would place() give cells that are their positions, behind all others of a stream that no other sequence has?
+    static bool appends(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n);
     // Give a sequence cells for n tokens from pos on, those numbered as their positions where they are free. With
     // `like` the cells are given instead of chosen. n_pos: sections of a position in the model's batches. False, and
     // nothing is done, when there is no room.

@@ -122,6 +122,9 @@ struct mg_plane {
 MG_API int32_t mg_cells_planes(void * ctx, int32_t seq, struct mg_plane * out, int32_t n_max);
 // The cells of positions pos to pos + n - 1. 0, or -1 when the sequence does not have them all.
 MG_API int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t * out_cells);
+// 1: mg_cells_place would give cells pos to pos + n - 1, and any thread may call it as long as nobody else uses the
+// sequence, the context computing others. 0: neither.
+MG_API int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n);
 // Give the sequence, which ends at pos - 1, cells for n more tokens; what they hold is to be copied in. 0, or -1: no
 // room.
 MG_API int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens,
@@ -141,7 +144,28 @@ MG_API void * mg_state_save(void * ctx, int32_t seq, uint64_t * n_bytes);
 MG_API void * mg_state_load(void * ctx, int32_t seq, const void * state, uint64_t n_bytes);
 // Any thread. Copy the bytes [begin, end) of the state from the device to `state`, or for mg_state_load from there.
 MG_API int32_t mg_state_copy(void * handle, void * state, uint64_t begin, uint64_t end);
+// Any thread, once nobody copies any more.
 MG_API void    mg_state_free(void * handle);
+
+// The rows of a state may be swapped by the next batch, so what is not copied by then needs memory of its own on the
+// devices where it lies. For mg_state_save: the state is copied there, queued behind what ctx has to compute. For
+// mg_state_load: mg_state_copy fills that memory, and mg_state_put brings it into a sequence.
+// 0; 1: no room within the limit, and nothing is done; -1.
+MG_API int32_t  mg_state_detach(void * ctx, void * handle);
+// Put a detached state, as often as wanted, into a sequence of this or another context of the model whose cells are
+// there. 0, or -1: refused, and then the sequence must be removed.
+MG_API int32_t  mg_state_put(void * ctx, int32_t seq, void * handle);
+// Bytes that detached states of this process may take, over all devices (0 at first), and bytes they leave on each.
+MG_API void     mg_state_limit(uint64_t n_bytes, uint64_t n_left);
+// Bytes they have, with what is kept for the next ones.
+MG_API uint64_t mg_state_held(void);
+
+// A mark behind all that ctx has been given to compute: rows and states copied after mg_fence_wait are those that it
+// computes. NULL on an error.
+MG_API void *  mg_fence_new(void * ctx);
+// Any thread.
+MG_API int32_t mg_fence_wait(void * fence);
+MG_API void    mg_fence_free(void * fence);
 
 // ---- native QSA ----------------------------------------------------------------------------------------------------
 

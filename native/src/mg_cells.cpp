@@ -96,7 +96,8 @@ void copy_plane(const kv_plane & plane, bool to_host, int32_t cell, int32_t n, c
         throw std::runtime_error("the cells are not in the cache, or the rows not in the block");
     }
     for (uint32_t c = 0; c < plane.n_columns; ++c) {
-        cells::copy_bytes(plane.tensor, ((size_t) c * plane.n_cells + cell) * plane.bytes, n * plane.bytes,
+        const size_t offset = ((size_t) c * plane.n_cells + cell) * plane.bytes;
+        cells::copy_bytes(cells::bytes_of(plane.tensor, offset, n * plane.bytes),
                           area + ((size_t) c * n_rows + row) * plane.bytes, to_host);
     }
 }
@@ -143,6 +144,22 @@ int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t *
         return 0;
 #else
         (void) ctx, (void) seq, (void) pos, (void) n, (void) out_cells;
+        throw std::runtime_error("an unpatched build does not show its cells");
+#endif
+    });
+}
+
+int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n) {
+    return mg::guarded("mg_cells_appends", (int32_t) -1, [&]() -> int32_t {
+#ifndef MG_NO_SWITCHES
+        const growing caches = caches_of(static_cast<llama_context *>(ctx), seq);
+        if (!caches.attention || caches.attention->seq_pos_max(seq) != pos - 1) {
+            return 0;
+        }
+        return kv_take::appends(*caches.attention, seq, pos, n) &&
+               (!caches.index || kv_take::appends(*caches.index, seq, pos, n));
+#else
+        (void) ctx, (void) seq, (void) pos, (void) n;
         throw std::runtime_error("an unpatched build does not show its cells");
 #endif
     });

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +61,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "disk").iterdir())
+    return sorted(path for path in (tmp_path / "disk").iterdir() if path.name != ".lock")
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -219,6 +221,31 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
         on(AsyncCache, options={"async-cache": {"disk": str(tmp_path / "file" / "x")}})
 
 
+def test_a_folder_belongs_to_one_server(start: Make, tmp_path: Path) -> None:
+    folder = str(tmp_path / "disk")
+    server = start()
+    server.run(ask(talk(800, 1), n_predict=2))
+    with pytest.raises(PluginError, match=rf"in use by process {os.getpid()}: give each server a folder of its own"):
+        on(AsyncCache, options={"async-cache": {"disk": folder}})
+    server.stop()
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom llamamg.statefile import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\nprint('have it', flush=True)\ntime.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    other = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, env=environment)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "have it\n"
+    with pytest.raises(PluginError, match=rf"in use by process {other.pid}:"):
+        on(AsyncCache, options={"async-cache": {"disk": folder}})
+    other.kill()  # a lock goes with its process, however that ends
+    other.wait()
+    request = ask(talk(800, 1), n_predict=2)
+    after = start()
+    after.run(request)
+    assert after.n_cached(request) == 799
+
+
 def test_cache_command(start: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = start()
     for i in (1, 2):
@@ -232,6 +259,9 @@ def test_cache_command(start: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     flip(first)
     assert main(["cache", "verify", folder]) == 1
     assert f"{first.name}: a checksum is wrong" in capsys.readouterr().out
+    assert main(["cache", "rm", folder, "--all"]) == 1
+    assert f"is in use by process {os.getpid()}: end that server first" in capsys.readouterr().err
+    server.stop()
     assert main(["cache", "rm", folder]) == 1
     assert main(["cache", "rm", folder, "../m.gguf"]) == 1
     assert main(["cache", "rm", folder, "none"]) == 1

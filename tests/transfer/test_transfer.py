@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamamg.blocks import N_ROWS, BlockLayout, Plane, runs
-from llamamg.transfer import Piece, Transfer, Workers
+from llamamg.transfer import HostCopier, Piece, StateWork, Transfer, Workers
 from llamamg.transfer.cuda import CudaCopier, Run, merge
 from llamamg.transfer.host import plane_groups
 from llamamg.transfer.pick import pick_copier, way_of
@@ -133,6 +133,7 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
+        self.pinned: list[tuple[int, int]] = []
         self.device = 0
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
@@ -143,6 +144,10 @@ class FakeRuntime:
         self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
     ) -> None:
         assert width <= min(dpitch, spitch)
+        host, pitch = (dst, dpitch) if kind == 2 else (src, spitch)
+        end = host + (height - 1) * pitch + width
+        # As the driver has it: what is not all in one piece of page-locked memory is an invalid argument.
+        assert any(start <= host and end <= start + n for start, n in self.pinned), "invalid argument"
         self.calls.append(("2d", kind, stream))
         for i in range(height):
             ctypes.memmove(dst + i * dpitch, src + i * spitch, width)
@@ -154,7 +159,7 @@ class FakeCupy:
     def __init__(self) -> None:
         outer = self
         self.runtime = FakeRuntime()
-        self.synchronized = 0
+        self.synchronized = self.n_streams = 0
 
         class Device:
             def __init__(self, index: int) -> None:
@@ -169,14 +174,15 @@ class FakeCupy:
         class Stream:
             def __init__(self, non_blocking: bool = False) -> None:
                 assert non_blocking
-                self.ptr = 1000 + outer.runtime.device
+                outer.n_streams += 1
+                self.ptr = 1000 * outer.n_streams + outer.runtime.device
 
         class Event:
             def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
                 self.stream: Any = None
 
             def record(self, stream: Stream) -> None:
-                assert stream.ptr == 1000 + outer.runtime.device, "an event of another device"
+                assert stream.ptr % 1000 == outer.runtime.device, "an event of another device"
                 self.stream = stream
 
             def synchronize(self) -> None:
@@ -188,6 +194,12 @@ class FakeCupy:
 
         self.cuda: Any = Cuda()
         self.cuda.Device, self.cuda.Stream, self.cuda.Event = Device, Stream, Event
+        self.cuda.alloc_pinned_memory = self._allocate
+
+    def _allocate(self, n: int) -> Any:
+        memory = np.zeros(n, np.uint8)
+        self.runtime.pinned.append((int(memory.ctypes.data), n))
+        return memory
 
 
 class DeviceCells:
@@ -228,20 +240,21 @@ def device() -> tuple[DeviceCells, FakeCupy, CudaCopier]:
     return cells, cupy, CudaCopier(cells, cupy)
 
 
-def blocks(n: int, layout: BlockLayout, gap: int = 0) -> tuple[Any, list[Any]]:
-    """`n` blocks, evenly spaced."""
+def blocks(n: int, layout: BlockLayout, gap: int = 0, pinned: Any = None) -> tuple[Any, list[Any]]:
+    """`n` blocks, evenly spaced, perhaps page-locked."""
     pitch = layout.n_block_bytes + gap
-    slab = np.zeros(n * pitch, np.uint8)
+    slab = np.zeros(n * pitch, np.uint8) if pinned is None else pinned.allocate(n * pitch)
     return slab, [slab[i * pitch : i * pitch + layout.n_block_bytes] for i in range(n)]
 
 
 @pytest.mark.parametrize("n_tokens", [10, 256, 257, 1000, 1536])
 @pytest.mark.parametrize("first", [0, 77])
 @pytest.mark.parametrize("gap", [0, 64])
-def test_cupy_there_and_back(device: Any, n_tokens: int, first: int, gap: int, workers: Workers) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_cupy_there_and_back(device: Any, n_tokens: int, first: int, gap: int, pinned: bool, workers: Workers) -> None:
     cells, cupy, copier = device
     where = np.arange(first, first + n_tokens, dtype=np.int32)
-    _slab, held = blocks(-(-n_tokens // N_ROWS), cells.layout, gap)
+    _slab, held = blocks(-(-n_tokens // N_ROWS), cells.layout, gap, copier.pinned if pinned else None)
     n_done: list[int] = []
     pieces = [
         Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], int(block.ctypes.data), 0, n_done.append)
@@ -260,7 +273,8 @@ def test_cupy_there_and_back(device: Any, n_tokens: int, first: int, gap: int, w
             part = whole[i * N_ROWS : i * N_ROWS + n] if whole.shape[0] != 5 else whole[:, i * N_ROWS : i * N_ROWS + n]
             np.testing.assert_array_equal(found, part)
     assert {kind for _, kind, _ in cupy.runtime.calls} == {2}
-    assert {stream for _, _, stream in cupy.runtime.calls} == {1000, 1001}
+    there = {stream for _, _, stream in cupy.runtime.calls}
+    assert {stream % 1000 for stream in there} == {0, 1}
     assert cupy.synchronized >= 2
 
     for memory in cells.memory:
@@ -276,11 +290,109 @@ def test_cupy_there_and_back(device: Any, n_tokens: int, first: int, gap: int, w
     for found, whole in zip(cells.expected(elsewhere), expected, strict=True):
         np.testing.assert_array_equal(found, whole)
     assert {kind for _, kind, _ in cupy.runtime.calls} == {1}
+    assert not there & {stream for _, _, stream in cupy.runtime.calls}, "one direction would wait for the other"
+
+
+def test_cupy_copies_no_two_pieces_of_page_locked_memory_in_one_call(device: Any) -> None:
+    """Blocks may be evenly spaced over two slabs by chance."""
+    cells, cupy, copier = device
+    size = cells.layout.n_block_bytes
+    memory = np.zeros(4 * size, np.uint8)
+    halves = iter((memory[: 2 * size], memory[2 * size :]))
+
+    def allocate(n: int) -> Any:
+        half = next(halves)
+        cupy.runtime.pinned.append((int(half.ctypes.data), n))
+        return half
+
+    cupy.cuda.alloc_pinned_memory = allocate
+    held = [
+        slab[i * size : (i + 1) * size] for slab in [copier.pinned.allocate(2 * size) for _ in "ab"] for i in (0, 1)
+    ]
+    pieces = [
+        Piece(i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
+        for i, block in enumerate(held)
+    ]
+    (work,) = copier.works(0, True, pieces)
+    work.copy(0, 4 * N_ROWS)
+    for i, block in enumerate(held):
+        expected = cells.expected(np.arange(i * N_ROWS, (i + 1) * N_ROWS))
+        for found, part in zip(rows_of(block, N_ROWS), expected, strict=True):
+            np.testing.assert_array_equal(found, part)
+
+
+def test_cupy_keeps_what_a_block_holds_besides(device: Any) -> None:
+    """A block that grows gets its new rows only, also on the way through page-locked memory."""
+    cells, _, copier = device
+    _slab, (block,) = blocks(1, cells.layout)
+    block[:] = 7
+    (work,) = copier.works(0, True, [Piece(100, np.arange(100, 140, dtype=np.int32), int(block.ctypes.data), 100)])
+    work.copy(0, 130)
+    a, b, c = rows_of(block, N_ROWS)
+    for found, expected in zip(
+        (a[100:130], b[100:130], c[:, 100:130]), cells.expected(np.arange(100, 130)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    for found in (a[:100], a[130:], b[:100], b[130:], c[:, :100], c[:, 130:]):
+        assert (found == 7).all()
+
+
+def test_a_transfer_waits_for_what_computes_its_rows(workers: Workers) -> None:
+    computed = threading.Event()
+
+    class Fence:
+        def wait(self) -> None:
+            assert computed.wait(10)
+
+    transfer, work = Transfer(0, True, Fence()), Work(0, 5)
+    workers.add(transfer, [work])
+    transfer.seal()
+    time.sleep(0.05)
+    assert work.copied == []
+    transfer.cut(3)  # nobody waits for the device to give a slot up
+    computed.set()
+    assert transfer.wait(10)
+    assert work.copied == [3]
+
+
+class HeldState:
+    """A detached state: bytes."""
+
+    def __init__(self, n: int) -> None:
+        self.n_bytes, self.memory = n, np.random.default_rng(2).integers(0, 256, n, np.uint8)
+        self.to_host = True
+
+    def copy_at(self, address: int, begin: int, end: int) -> None:
+        there, mine = (address, int(self.memory.ctypes.data) + begin)
+        ctypes.memmove(*((there, mine) if self.to_host else (mine, there)), end - begin)
+
+
+@pytest.mark.parametrize("n", [1, 1000, 70_001])
+@pytest.mark.parametrize("way", ["cupy", "threads"])
+def test_a_state_goes_there_and_back_in_chunks(device: Any, workers: Workers, n: int, way: str) -> None:
+    cells, cupy, _ = device
+    copier = CudaCopier(cells, cupy, 1000) if way == "cupy" else HostCopier(cells, 1000)
+    state, done = HeldState(n), []
+    expected = state.memory.copy()
+    out = Transfer(0, True)
+    work = StateWork(copier, state, True, None, done.append)
+    workers.add(out, [work])
+    out.seal()
+    assert out.wait(10)
+    assert out.error is None
+    np.testing.assert_array_equal(done[0], expected)
+    assert work.n_chunks > 1 or n <= 70_000
+    state.memory[:], state.to_host = 0, False
+    back = Transfer(0, False)
+    workers.add(back, [StateWork(copier, state, False, done[0], lambda data: None)])
+    back.seal()
+    assert back.wait(10)
+    np.testing.assert_array_equal(state.memory, expected)
 
 
 def test_cupy_copies_evenly_spaced_blocks_in_one_call(device: Any) -> None:
     cells, cupy, copier = device
-    _slab, held = blocks(4, cells.layout)
+    _slab, held = blocks(4, cells.layout, pinned=copier.pinned)
     pieces = [
         Piece(i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
         for i, block in enumerate(held)
