@@ -15,6 +15,7 @@ enum mg_trace_what {
     MG_TRACE_UBATCH,   // host: a ubatch begins; id: its tokens
     MG_TRACE_REUSED,   // host: its graph is the previous one (with pipeline parallelism after waiting for every device)
     MG_TRACE_REBUILT,  // host: its graph could be the previous one, but is built anew so that no device is waited for
+    MG_TRACE_SPARED,   // host: its graph is kept though another one computed since; id: number of its set
     MG_TRACE_BUILT,    // host: its graph is built
     MG_TRACE_KEPT,     // host: a layer without rows is laid out as one with rows, as it was reserved
     MG_TRACE_LIMITED,  // host: a graph is queued on a part of a CUDA device; id: its SMs

@@ -1,0 +1,63 @@
+"""The graph of a step's decoding rows survives the prompt beside them: neither is built anew in every step.
+
+The work is native: a switch that gives a context another scheduler for small ubatches. This class turns it and reads a
+counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, native_count, plugin
+
+SWITCH = "small-graphs"
+
+
+@plugin(
+    name=SWITCH,
+    summary="keeps the graphs of small ubatches beside that of a prompt, instead of building each anew in every step",
+    helps="streams that go on while a prompt is computed; steps whose rows need several ubatches",
+    hurts="memory: compute buffers for 64 tokens more in each context",
+    guard=Guard.exact(),
+    toggle="step",
+    effect="graphs kept",
+)
+class SmallGraphs:
+    """`effect` counts ubatches whose graph was still there though another one had been computed since."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.n_graph = count
+        self._n_before = self._count()
+
+    @staticmethod
+    def _count() -> int:
+        return native_count("spared") if has_switch(SWITCH) else 0
+
+    @property
+    def effect(self) -> int:
+        """Zero means that no two kinds of ubatches took turns."""
+        return self._count() - self._n_before
+
+    @hookimpl
+    def register_options(self, options: Options) -> None:
+        """How many, where drafts and sessions make more than one shape."""
+        options.add(
+            "count",
+            type=int,
+            default=1,
+            minimum=1,
+            help="graphs of small ubatches that a context keeps beside its own, 8 at most: one for each shape of ubatch "
+            "that takes turns with others. Each costs compute buffers for 64 tokens",
+        )
+
+    @hookimpl
+    def configure(self, config: Config) -> None:
+        """Every model has graphs; the library must be ours."""
+        if not has_switch(SWITCH):
+            raise Unavailable("this native build cannot do it: run `llamamg build`")
+
+    @hookimpl
+    def native_switches(self) -> Mapping[str, Any]:
+        """Off is upstream, bit for bit."""
+        return {SWITCH: self.n_graph}

@@ -1,0 +1,98 @@
+"""The plugin small-graphs: it follows the library, turns its switch between steps, and changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamamg import Unavailable, facts
+from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
+from llamamg.library import Library
+from llamamg.loading import load
+from llamamg.plugins import PluginError, PluginSet
+from llamamg.request import Finished, Request, SamplingParams
+from llamamg_plugins.small_graphs import SWITCH, SmallGraphs
+
+
+def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.small_graphs.has_switch", lambda name: False)
+    plugin = SmallGraphs()
+    with pytest.raises(Unavailable, match="run `llamamg build`"):
+        plugin.configure(Config(ModelConfig(Path("model.gguf"))))
+    assert plugin.effect == 0
+
+
+def test_it_asks_for_a_switch_that_the_library_has(library: Library) -> None:
+    if not library.patched:
+        pytest.skip("the build under test is the unpatched one")
+    plugin = SmallGraphs(count=3)
+    plugin.configure(Config(ModelConfig(Path("model.gguf"))))
+    assert plugin.native_switches() == {SWITCH: 3}
+    assert SWITCH in {switch.name for switch in library.mg.switches()}
+    assert facts.native_count("spared") >= 0
+
+
+def test_the_number_of_graphs_is_an_option(library: Library) -> None:
+    def made(count: str) -> PluginSet:
+        plugins = PluginSet.discover(PluginsConfig(enable=(SWITCH,), only=True, options={SWITCH: {"count": count}}))
+        plugins.configure(Config(ModelConfig(Path("model.gguf"))), [])
+        return plugins
+
+    if library.patched:
+        assert made("2").native_switches() == {SWITCH: 2}
+    with pytest.raises(PluginError, match="count"):
+        made("0")
+
+
+def talk(engine: Any, toggle_after: int | None) -> tuple[list[list[int]], int]:
+    """One session answers while a long prompt is computed in pieces; tokens of both, and what the plugin counted."""
+
+    def effect() -> int:
+        return int(next(view.effect for view in engine.plugins.views() if view.name == SWITCH))
+
+    before, events = effect(), []
+    engine.deliver = events.extend
+    chance = np.random.default_rng(1)
+    ids = []
+    for n_prompt, n_predict in ((20, 60), (400, 5)):
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        prompt = chance.integers(1000, 5000, n_prompt, dtype=np.int32)
+        ids.append(
+            engine.submit(Request(prompt, sampling, n_predict=n_predict, return_tokens=True, cache_prompt=False))
+        )
+        while n_prompt == 20 and not events:
+            engine.step()
+    n_step = 0
+    while sum(isinstance(event, Finished) for _, event in events) < 2:
+        engine.step()
+        n_step += 1
+        if n_step == toggle_after:
+            engine.plugins.toggle(SWITCH, not next(v.enabled for v in engine.plugins.views() if v.name == SWITCH))
+    tokens = sorted(list(event.tokens) for _, event in events if isinstance(event, Finished))
+    return tokens, effect() - before
+
+
+def test_an_engine_has_it_on_and_says_the_same_without(library: Library, micro_model: Path) -> None:
+    if not library.patched:
+        pytest.skip("the build under test is the unpatched one")
+    context = ContextConfig(
+        n_ctx=2048, n_parallel=2, kv_unified=False, n_threads=1, n_batch=512, n_ubatch=64, warmup=False
+    )
+    plugins = PluginsConfig(
+        enable=("small-graphs", "prefill-gate"), only=True, options={"prefill-gate": {"chunk": "16", "itl-ratio": "0"}}
+    )
+    engine = load(Config(ModelConfig(micro_model), context, plugins=plugins), PluginSet.discover(plugins))
+    try:
+        tokens, kept = talk(engine, None)
+        assert kept > 10
+        turned, _ = talk(engine, 7)  # off in the middle
+        assert turned == tokens
+        off, kept = talk(engine, None)
+        assert (off, kept) == (tokens, 0)
+        turned, _ = talk(engine, 7)  # on in the middle
+        assert turned == tokens
+    finally:
+        engine.stop(1)
