@@ -34,6 +34,13 @@ def library() -> native_library.Library:
     return native_library.load()
 
 
+@pytest.fixture
+def default_switches(library: native_library.Library) -> Iterator[None]:
+    """Native switches at their defaults, whatever an engine before this test left on."""
+    with library.mg.held({switch.name: switch.default for switch in library.mg.switches()}):
+        yield
+
+
 @pytest.fixture(scope="session")
 def synth_cache() -> Path:
     """Folder of synthetic models, one per state of the code that writes them."""

@@ -208,6 +208,7 @@ def test_pooled_keys_of_native_qsa_are_counted(micro_model: Path) -> None:
     assert dropped == pooled
 
 
+@pytest.mark.usefixtures("default_switches")
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(8192, 512), (65536, 256), (65536, 64)])
 def test_compute_buffers_of_sparse_attention(

@@ -75,6 +75,7 @@ def talk(engine: Any, toggle_after: int | None) -> tuple[list[list[int]], int]:
     return tokens, effect() - before
 
 
+@pytest.mark.usefixtures("default_switches")
 def test_an_engine_has_it_on_and_says_the_same_without(library: Library, micro_model: Path) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
