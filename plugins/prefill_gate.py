@@ -138,10 +138,14 @@ class PrefillGate:
         """The prompts of this step in arrival order, at most `max_partial`, of which at most `max_long` long ones."""
         if len(waiting) == 1 and not state.decoding:
             return None
+        budget = self.prefill_budget(state)
+        arrived = sorted(waiting, key=_arrival)
         n_most = min(self.max_partial, self.max_with_decode) if state.decoding else self.max_partial
         chosen: list[Sequence] = []
         n_long = 0
-        for sequence in self._in_turn(sorted(waiting, key=_arrival)):
+        for sequence in (
+            arrived if budget == 0 else self._in_turn(arrived)
+        ):  # a step without prompt tokens is nobody's turn
             is_long = sequence.n_prompt_left > self.long_threshold
             if is_long and n_long == self.max_long:
                 continue  # a later short prompt may use the room this one cannot
@@ -150,7 +154,6 @@ class PrefillGate:
             if len(chosen) == n_most:
                 break
         room = state.n_batch - len(state.decoding)
-        budget = self.prefill_budget(state)
         if _shares(waiting, room) != _shares(chosen, room if budget is None else min(room, budget)):
             self.effect += 1
         return chosen

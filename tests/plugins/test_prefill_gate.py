@@ -269,3 +269,15 @@ def test_prefill_gate_raising_costs_no_request(hook: str) -> None:
     assert len(texts(events)) == 2
     assert not any(isinstance(event, Failed) for _, event in events)
     assert plugins.views()[0].quarantined == f"{hook}: RuntimeError: boom"
+
+
+def test_turns_are_counted_in_steps_that_take_prompt_tokens() -> None:
+    """With contexts of their own prompts wait in every second step: a short one must not always be first in those."""
+    gate = PrefillGate(itl_ratio=0, pass_threshold=200)
+    long, short = prompt(60_000, 1.0), prompt(200, 2.0)
+    budgets = iter([5, 0] * 6)
+    now = state()
+    gate.prefill_budget = lambda state: next(budgets)  # type: ignore[method-assign]
+    answers = [gate.order_prefills(now, [long, short]) for _ in range(12)]
+    assert [answer[0] for answer in answers[::2] if answer] == [short, long] * 3
+    assert answers[1::2] == [[long]] * 6
