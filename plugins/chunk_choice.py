@@ -138,6 +138,10 @@ class ChunkChoice:
             return self.solo.tps
         return solo_at(self.fit, self.solo, shape.prompt_depth, self._n_ubatch)
 
+    def alone_s(self, n_rows: int) -> float | None:
+        """A step of so many decode rows without prompt tokens, if one was seen."""
+        return self._alone_s.get(n_rows)
+
     @property
     def report(self) -> dict[str, Any]:
         """What was chosen last, and why; empty before that."""

@@ -54,7 +54,9 @@ class Budgets:
         room = max(1, state.n_batch - len(state.decoding))
         if decoding:
             # Within a ubatch a prompt's kernels follow each other anyway, so larger batches gain nothing here.
-            return self._paced(limits).choose(state, decoding, min(room, self._n_ubatch))
+            largest = max(set(decoding), key=decoding.count)
+            alone_s = self._choice(largest, limits).alone_s(decoding.count(largest))
+            return self._paced(limits).choose(state, decoding, min(room, self._n_ubatch), alone_s)
         most = room if limits.target_s or not self.chunk else min(room, self.chunk)
         choice = self._choice(context, limits)
         return most if self._has_prefill_context and not choice.fit.ready else choice.choose(state, most)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg import Batch, SequenceState, Slot, StepState
-from llamamg_plugins.chunk_choice import Limits, SoloRate, shape_of, solo_at
+from llamamg_plugins.chunk_choice import N_ASKED, Limits, SoloRate, shape_of, solo_at
 from llamamg_plugins.chunk_ladder import Ladder, up_to
 from llamamg_plugins.step_fit import StepFit, StepShape
 
@@ -50,6 +50,7 @@ class PrefillPace:
         self._n_gaps = 0  # since the size changed
         self._n_quiet = N_QUIET  # gaps since a prompt was last computed
         self._n_alone = 0
+        self._n_asked = 0  # gaps without a prompt that were waited for
         self._is_computed = False  # right now, as far as the host knows
 
     # -- what happens
@@ -100,17 +101,27 @@ class PrefillPace:
 
     # -- what to do
 
-    def choose(self, state: StepState, decoding: list[int], n_most: int) -> int:
-        """Tokens for the next batch of the prompt; 0: not yet. `decoding`: a context for each sequence that decodes."""
+    def choose(self, state: StepState, decoding: list[int], n_most: int, known_alone_s: float | None = None) -> int:
+        """Tokens for the next batch of the prompt; 0: not yet. `decoding`: a context for each sequence that decodes.
+
+        `known_alone_s`: a step without a prompt, where somebody else knows.
+        """
         late = self._clock() - self._t_submitted > WAIT_MAX_S
         if not late and not self._stepped.issuperset(decoding):
             return 0
+        if self.limits.ratio > 0 and not self._alone_s and not known_alone_s and self._n_asked < N_ASKED:
+            self._n_asked += 1
+            return 0  # a gap without a prompt has to be seen first
         if self._n_gaps < self._n_settle + N_HELD and self._ladder.last:
             return min(self._ladder.last, n_most)
         if not self.gaps.n_seen:
             return min(self._ladder.take(FIRST), n_most)
         shape = _shape(state, max(set(decoding), key=decoding.count))
-        alone = self._alone_s.get(shape.n_rows) or float(self.gaps.predict(shape, np.zeros(1, np.int64))[0])
+        alone = (
+            self._alone_s.get(shape.n_rows)
+            or known_alone_s
+            or float(self.gaps.predict(shape, np.zeros(1, np.int64))[0])
+        )
         wanted = self.limits.wanted_s(alone)
         largest = self.gaps.n_largest
         # Beyond what was tried the fit only guesses, so it goes there in steps, small ones where little room is left.

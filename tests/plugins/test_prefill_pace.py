@@ -196,7 +196,7 @@ def test_a_prompt_by_itself_is_not_held_and_tells_the_solo_rate() -> None:
 
 
 def test_a_failed_batch_is_forgotten() -> None:
-    device = Device(ratio=2.0)
+    device = Device(target_s=0.03)
     device.now = 10.0
     device.plan()
     assert device.prefill is not None
@@ -204,3 +204,16 @@ def test_a_failed_batch_is_forgotten() -> None:
     device.budgets.ended(device.prefill[0])
     assert not device.budgets._beside
     assert 1 not in device.budgets._flying
+
+
+@pytest.mark.parametrize("n_before", [40, 0])
+def test_the_first_prompt_of_all_is_bounded_too(n_before: int) -> None:
+    """Gaps alone are known from before the first prompt, or a few are waited for, long after the clock's zero."""
+    device = Device(ratio=1.8)
+    device.now = device.t_last = 1e4
+    device.wants_prompt = False
+    device.run(n_before)
+    device.wants_prompt = True
+    device.run(400)
+    assert np.percentile(device.gaps[n_before:], 99) <= 1.1 * 1.8 * ALONE_S
+    assert device.prompt.n_past / (device.now - 1e4) > 0.3 * SOLO_TPS
