@@ -1,10 +1,10 @@
 #!/bin/sh
 # Measurements on a machine without a network, from what gpu_pack.sh packed, with a synthetic model.
 # usage: benches/gpu_run.sh PACK OUT      OUT gets results.tgz (a machine's folder of benches/results), lines.jsonl and run.log
-# STEPS (default grid) of: kernels depth mixed gate spec grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
+# STEPS (default grid) of: kernels depth small mixed gate spec grid. Each keeps its result when it is done; TOTAL seconds (default 560) bound all.
 # Other variables: PRESET, EXPERTS, JOBS, WORK (scratch, room for the model; what is there already is used again), FLAGS (of the
 # servers); of the grid SIDES, SLOTS, DEPTHS (`fit`: the deepest that the time left allows), REPEATS, MINUTES, N_PREDICT;
-# DEPTH_FLAGS, MIXED_SIDES, MIXED_FLAGS; GATE_ARGS (sizes and policies), GATE_FLAGS (slots and context are its own). With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
+# DEPTH_FLAGS, SMALL_ARGS, MIXED_SIDES, MIXED_FLAGS; GATE_ARGS (sizes and policies), GATE_FLAGS (slots and context are its own). With ROWS set (by multi_gpu.sh), benches.multi_gpu measures these instead.
 set -eu
 began=$(date +%s)
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -62,6 +62,9 @@ exec 3>&1
       spec) step spec --cells "${SPEC_CELLS:-forced,never}" --depth "${SPEC_DEPTH:-20000}" --tokens 256 --pairs "${SPEC_PAIRS:-5}" \
         --history 0 --synthetic "$made" -m "$work/$preset.gguf" $flags -np 1 -c 40960 --enable only:spec,qsa ${SPEC_FLAGS:-} ;;
       depth) step qsa_depth -m "$work/$preset.gguf" --synthetic "$made" --scratch "$work" --lines "$out/lines.jsonl" ${DEPTH_FLAGS:-} ;;
+      small) say "small, $(left) s left"
+        timeout -s INT "$(left)" "$python" -m benches.small_graphs -m "$work/$preset.gguf" ${SMALL_ARGS:--ngl 99 -t 8 --kind q8_0 --qsa 1 --depth 20000 \
+          --chunks 0,1,2,16,32,64,128,256,512 --steps 20} --json "$out/small_graphs.json" || failed=1 ;;
       gate)
         step gate --so-far "$out/gate.txt" --synthetic "$made" -m "$work/$preset.gguf" \
           ${GATE_FLAGS:--ngl 99 -fa on -ctk q8_0 -ctv q8_0 -b 2048 -ub 512 -t 8} \
