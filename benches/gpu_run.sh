@@ -69,7 +69,8 @@ exec 3>&1
         step gate --so-far "$out/gate.txt" --synthetic "$made" -m "$work/$preset.gguf" \
           ${GATE_FLAGS:--ngl 99 -fa on -ctk q8_0 -ctv q8_0 -b 2048 -ub 512 -t 8} \
           ${GATE_ARGS:---depth 20000 --prompt 60000 --solo 20000 --short 200 --contexts both --then 4+2 --seconds 24 --alone 300 \
-            --block 1024 --policy itl-ratio=3,min-share=0.3 --policy itl-target-ms=60 --policy off@6} ;;
+            --block 1024 --policy itl-ratio=2.8,min-share=0.32 --policy itl-target-ms=60 --policy off@6 \
+            --separate-policy itl-ratio=1.9,min-share=0.32 --separate-policy itl-ratio=4.8,min-share=0.68} ;;
       mixed) step mixed $(sides ${MIXED_SIDES:-ours off upstream}) --synthetic "$made" ${MIXED_FLAGS:-} -m "$work/$preset.gguf" $flags ;;
       grid)
         depths=${DEPTHS:-5k,50k,150k}; [ "$depths" != fit ] || depths=$(deepest "$(left)")

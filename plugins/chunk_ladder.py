@@ -16,7 +16,7 @@ SIZES: NDArray[np.int64] = np.array(
     + [8192]
 )  # fmt: skip
 HOLD = 16  # steps after which a size one rung up is worth its new graph
-SLACK = 1.05  # a size that was chosen may take this much longer than wanted before it is given up
+SLACK = 1.05  # a size is taken when it is so much faster than wanted, and given up when it is slower
 
 
 def up_to(n: int) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class Ladder:
         least_rate: float,
     ) -> int:
         """One of `sizes`. `times_s` and `rates` (tokens/s of the prompt) belong to them; `least_rate` wins over `wanted_s`."""
-        within = np.flatnonzero(times_s <= wanted_s)
+        within = np.flatnonzero(times_s <= wanted_s / SLACK)
         highest = int(within[-1]) if len(within) else 0
         floor = 0
         if least_rate > 0:
@@ -71,7 +71,7 @@ class Ladder:
         best = max(highest, floor)
         at = int(np.searchsorted(sizes, self.last))
         if self.last and at < len(sizes) and int(sizes[at]) == self.last and at != best:
-            is_slow = times_s[at] > SLACK * wanted_s and at > floor + 1
+            is_slow = times_s[at] > wanted_s and at > floor + 1
             # At the top of the list it is not time that limits, but what was tried so far.
             is_small = at < floor or best - at > 1 or (best > at and (self._n_held >= HOLD or best == len(sizes) - 1))
             if not is_slow and not is_small:

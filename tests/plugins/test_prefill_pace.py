@@ -25,11 +25,22 @@ def sequence(slot: Slot, n_past: int, *, decodes: bool) -> Sequence:
 class Device:
     """Two decoders in one context, a prompt in another one, both computed at once and slowed down by each other.
 
+    Without `waits_for_prompts` it is a GPU: a batch of a prompt is handed over and over with, unless the one before still runs.
     `hurt`: how much a decode step is slowed down by a batch of a prompt of so many tokens, as a factor.
     """
 
-    def __init__(self, *, ratio: float = 0.0, target_s: float = 0.0, min_share: float = 0.0, seed: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        ratio: float = 0.0,
+        target_s: float = 0.0,
+        min_share: float = 0.0,
+        seed: int = 1,
+        waits_for_prompts: bool = True,
+    ) -> None:
         self.now = 0.0
+        self.waits_for_prompts = waits_for_prompts  # as on a CPU
+        self.blocked: tuple[Batch, float, float] | None = None
         self.rng = random.Random(seed)
         self.budgets = Budgets(512, Limits(target_s, ratio, min_share), 256, clock=lambda: self.now)
         self.budgets.solo.tps = SOLO_TPS
@@ -54,7 +65,8 @@ class Device:
             batch = Batch([Row(s, [1], s.n_past, 1) for s in self.decoders], group=0)
             self.budgets.submitted(batch)
             self.decode = batch, self.now, ALONE_S * self.rng.uniform(0.97, 1.03)
-        if self.prefill is None and self.wants_prompt:
+        is_free = self.prefill is None if self.waits_for_prompts else self.blocked is None
+        if is_free and self.wants_prompt:
             self.state.step += 1
             self.state.decoding, self.state.prefilling = [], [self.prompt]
             n = self.budgets.budget(self.state)
@@ -64,7 +76,16 @@ class Device:
                 self.prompt.n_past += n
                 self.budgets.submitted(batch)
                 self.chunks.append(n)
-                self.prefill = batch, self.now, (0.010 + 0.00024 * n) * self.rng.uniform(0.97, 1.03)
+                begun = batch, self.now, (0.010 + 0.00024 * n) * self.rng.uniform(0.97, 1.03)
+                if self.prefill is None:
+                    self._begin(begun)
+                else:
+                    self.blocked = begun
+
+    def _begin(self, begun: tuple[Batch, float, float]) -> None:
+        self.prefill = begun
+        if not self.waits_for_prompts:
+            self.budgets.done(begun[0], 0.001)
 
     def run(self, n_gaps: int) -> None:
         """Advance to the end of whatever ends first, until so many decode steps are over."""
@@ -81,8 +102,12 @@ class Device:
             if self.prefill:
                 self.prefill = (*self.prefill[:2], self.prefill[2] - dt / slow_prefill)
                 if self.prefill[2] < 1e-9:
-                    self.budgets.done(self.prefill[0], self.now - self.prefill[1])
+                    if self.waits_for_prompts:
+                        self.budgets.done(self.prefill[0], self.now - self.prefill[1])
                     self.prefill = None
+                    if self.blocked is not None:
+                        blocked, self.blocked = self.blocked, None
+                        self._begin(blocked)
             if self.decode[2] < 1e-9:
                 self.budgets.done(self.decode[0], self.now - self.decode[1])
                 self.decode = None
@@ -101,9 +126,10 @@ class Device:
         return float(np.percentile(self.gaps[first:], 99)) / ALONE_S, share
 
 
+@pytest.mark.parametrize("waits_for_prompts", [True, False])
 @pytest.mark.parametrize("ratio", [1.8, 2.0, 3.0])
-def test_a_ratio_bounds_the_gaps_and_is_used(ratio: float) -> None:
-    device = Device(ratio=ratio)
+def test_a_ratio_bounds_the_gaps_and_is_used(ratio: float, waits_for_prompts: bool) -> None:
+    device = Device(ratio=ratio, waits_for_prompts=waits_for_prompts)
     p99, share = device.measure()
     assert 0.7 * ratio <= p99 <= 1.12 * ratio
     assert share > 0.1
@@ -120,9 +146,10 @@ def test_a_target_in_milliseconds() -> None:
     assert 0.8 * 30 <= p99 * 1e3 * ALONE_S <= 1.2 * 30
 
 
-def test_the_share_wins_over_the_ratio() -> None:
-    modest, _ = Device(ratio=1.5).measure()
-    p99, share = Device(ratio=1.5, min_share=0.5).measure()
+@pytest.mark.parametrize("waits_for_prompts", [True, False])
+def test_the_share_wins_over_the_ratio(waits_for_prompts: bool) -> None:
+    modest, _ = Device(ratio=1.5, waits_for_prompts=waits_for_prompts).measure()
+    p99, share = Device(ratio=1.5, min_share=0.5, waits_for_prompts=waits_for_prompts).measure()
     assert share >= 0.45
     assert p99 > modest
 
