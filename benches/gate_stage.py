@@ -22,6 +22,7 @@ from .gate_policy import Policy, Stamp, Switched
 
 STUCK_S = 120.0
 N_SETTLE = 24  # steps without a prompt before each policy
+N_BATCHES = 4  # of a prompt, at least, for a rate
 N_WORST = 5  # of the largest gaps, how many are described
 
 
@@ -101,19 +102,29 @@ class Stage:
             sent = len(Switched.stamps)
             self._until(lambda sent=sent: any(stamp.n_prompt for stamp in Switched.stamps[sent:]))
             self._tick(3)
-            begin, first = time.perf_counter(), len(Switched.stamps)
-            marks = self._marks()
+            first, marks = len(Switched.stamps), self._marks()
             self._tick(n_steps)
+            # Batches of a context of their own may be longer than many steps.
+            self._until(
+                lambda first=first, id_=request.id: (
+                    id_ in self._finished or sum(stamp.n_prompt > 0 for stamp in Switched.stamps[first:]) >= N_BATCHES
+                )
+            )
+            if request.id in self._finished:
+                raise BenchError(
+                    f"a prompt ended while batches of {chunk} of its tokens were timed: use a longer --prompt"
+                )
             end = time.perf_counter()
             stamps = [stamp for stamp in Switched.stamps[first:] if stamp.n_prompt]
             # Where the engine takes a checkpoint a batch is cut short.
-            if 2 * sum(stamp.n_prompt == chunk for stamp in stamps) < len(stamps) or not stamps:
+            if 2 * sum(stamp.n_prompt == chunk for stamp in stamps) < len(stamps):
                 sizes = sorted({(stamp.n_rows, stamp.n_prompt) for stamp in stamps})
                 raise BenchError(f"steps of {chunk} prompt tokens came out as {sizes}: use a larger -b")
             gaps = self._gaps(marks, end)
-            done = sum(stamp.n_prompt for stamp in stamps)
+            done = sum(stamp.n_prompt for stamp in stamps[1:])
+            tps = done / max(stamps[-1].at - stamps[0].at, 1e-9)
             p50, p99 = (float(v) for v in np.percentile(gaps, (50, 99)))
-            rows.append({"chunk": chunk, "t_ms": p50, "p99_ms": p99, "tps": done / (end - begin), "n_gaps": len(gaps)})
+            rows.append({"chunk": chunk, "t_ms": p50, "p99_ms": p99, "tps": tps, "n_gaps": len(gaps)})
             self._cancel([request])
         return rows
 

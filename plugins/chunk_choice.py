@@ -123,7 +123,7 @@ class ChunkChoice:
         shape = shape_of_state(state)
         # Beyond what was tried the fit only guesses, so it goes there in steps.
         sizes = up_to(min(n_most, max(3 * self.fit.n_largest // 2, self.fit.n_largest + 1)))
-        times = self.fit.predict(shape, sizes)
+        times = self._ladder.plausible(sizes, self.fit.predict(shape, sizes))
         least = self.limits.min_share * self._solo_tps(shape)
         alone = self._alone_s.get(shape.n_rows) or float(self.fit.predict(shape, np.zeros(1, np.int64))[0])
         return self._ladder.pick(

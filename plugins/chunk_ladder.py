@@ -53,6 +53,19 @@ class Ladder:
         self._n_held = 0  # steps since it changed
         self.told: Told | None = None
 
+    def plausible(self, sizes: NDArray[np.int64], times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Predictions, kept to what cannot be otherwise: more tokens take longer, but no more so than their number.
+
+        Only of the size in use is the time sure. A slope that was learned wrong, when sizes still changed, would otherwise
+        keep a chunk too small for ever, because nothing new is learned of others.
+        """
+        at = int(np.searchsorted(sizes, self.last))
+        if not self.last or at == len(sizes) or int(sizes[at]) != self.last:
+            return times_s
+        sure = times_s[at]
+        scaled = sure * sizes / self.last
+        return np.clip(times_s, np.minimum(scaled, sure), np.maximum(scaled, sure))
+
     def pick(
         self,
         sizes: NDArray[np.int64],
@@ -67,7 +80,7 @@ class Ladder:
         floor = 0
         if least_rate > 0:
             enough = np.flatnonzero(rates >= least_rate)
-            floor = int(enough[0]) if len(enough) else int(rates.argmax())
+            floor = int(enough[0]) if len(enough) else len(rates) - 1 - int(rates[::-1].argmax())
         best = max(highest, floor)
         at = int(np.searchsorted(sizes, self.last))
         if self.last and at < len(sizes) and int(sizes[at]) == self.last and at != best:

@@ -127,7 +127,7 @@ class PrefillPace:
         # Beyond what was tried the fit only guesses, so it goes there in steps, small ones where little room is left.
         has_room = float(self.gaps.predict(shape, np.array([largest]))[0]) < 0.5 * wanted
         sizes = up_to(min(n_most, 2 * largest if has_room else 3 * largest // 2))
-        times = self.gaps.predict(shape, sizes) * (1 + self.gaps.excess)
+        times = self._ladder.plausible(sizes, self.gaps.predict(shape, sizes)) * (1 + self.gaps.excess)
         rates = sizes / self._periods(shape, sizes, times)
         least = self.limits.min_share * self._solo_tps(shape)
         return self._ladder.pick(sizes, times, wanted, rates, least)
@@ -135,7 +135,7 @@ class PrefillPace:
     def _periods(self, shape: StepShape, sizes: Sizes, times: Seconds) -> Seconds:
         if not self.periods.ready:
             return times
-        return self.periods.predict(StepShape(1, 0, shape.prompt_depth), sizes)
+        return self._ladder.plausible(sizes, self.periods.predict(StepShape(1, 0, shape.prompt_depth), sizes))
 
     def _solo_tps(self, shape: StepShape) -> float:
         if self.solo.tps == 0.0 or not self.periods.ready:

@@ -293,3 +293,23 @@ def test_depth_counts_for_small_chunks_too() -> None:
     while bench.prompt.n_past < 2500:
         late = bench.run(10)
     assert np.mean([seconds for _, seconds in late]) <= 1.05 * max(2.5 * 0.022, cpu(2, 3, 2500.0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_bad_beginning_does_not_keep_the_chunk_small(seed: int) -> None:
+    """Each new size is a hiccup of its own length at first. What was learned of the slope then must not last."""
+
+    def tiny(n_rows: int, n_chunk: int, depth: float) -> float:
+        return 0.0022 + (0.003 + 0.00033 * n_chunk if n_chunk else 0.0)
+
+    bench = Bench(tiny, ratio=2.8, min_share=0.32, noise=0.25, seed=seed)
+    bench.choice.solo.tps = 2970.0
+    for _ in range(24):
+        bench.step(0)
+    for _ in range(60):
+        bench.new_s = bench.rng.choice([0.0, 0.004, 0.020])
+        bench.run(1)
+    bench.new_s = 0.0
+    bench.run(60)
+    steps = bench.run(100)
+    assert sum(n for n, _ in steps) / sum(seconds for _, seconds in steps) >= 0.8 * 0.32 * 2970
