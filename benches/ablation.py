@@ -38,7 +38,7 @@ from .judge import (
 )  # fmt: skip
 from .loads import LOADS, Load, Sizes
 from .quiet import busy_fraction
-from .session import Session
+from .session import Session, check_room
 from .switching import Restarted, Toggled
 
 NAME = "ablation"
@@ -173,6 +173,8 @@ class Ablation:
         later: list[Case] = []
         with opened(config_of(self._flags)) as engine:
             views = {view.name: view for view in engine.plugins.views()}
+            for load in loads:  # what does not fit is said before anything is measured
+                check_room(engine, load, self._sizes)
             for load in loads:
                 for name in wanted:
                     view = views[name]

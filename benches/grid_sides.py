@@ -186,6 +186,6 @@ def check_room(server: Server, n_slots: int, n_tokens: int) -> None:
         raise BenchError(f"{server.name} has {have} slots and {n_slots} are asked for: start it with -np {n_slots}")
     if isinstance(n_ctx, int) and n_ctx < n_tokens:
         raise BenchError(
-            f"{server.name} has {n_ctx} tokens of context per slot and the deepest cell needs {n_tokens}: "
-            f"give a larger -c (up to what the model was trained for), or smaller --depths"
+            f"{server.name} has {n_ctx} tokens of context per slot and {n_tokens} are needed: "
+            "give a larger -c (up to what the model was trained for), or ask for less depth"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -180,6 +181,8 @@ class ResultFolder:
     ) -> None:
         if kind is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a machine that has other results keeps its folder
+                self._root.rmdir()
             return
         self.path.chmod(0o755)
         day = datetime.now(timezone.utc).strftime("%Y-%m-%d")

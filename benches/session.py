@@ -83,21 +83,10 @@ class Session:
         self.engine, self.load, self.sizes = engine, load, sizes
         self._clock = clock
         self._streams: dict[int, Stream] = {}
-        self._check_room()
+        check_room(engine, load, sizes)
         vocab = engine.vocab
         self._prompts = [resident_prompt(vocab, load, sizes, i) for i in range(load.n_sessions)]
         self._arriving = arriving_prompt(vocab, sizes) if load.has_prompt else None
-
-    def _check_room(self) -> None:
-        engine, load, sizes = self.engine, self.load, self.sizes
-        needed = sizes.needed(load)
-        if needed > engine.n_ctx_slot:
-            raise BenchError(
-                f"load {load.name} needs {needed} tokens in each slot and a slot has {engine.n_ctx_slot}: "
-                f"use -c {needed * engine.n_slots}, or a smaller --depth, --tokens or --prompt"
-            )
-        if load.n_slots > engine.n_slots:
-            raise BenchError(f"load {load.name} needs {load.n_slots} slots: use -np {load.n_slots} or more")
 
     # -- what is done
 
@@ -295,6 +284,18 @@ class Session:
         for _ in range(100):
             if not calls.hooks.idle or not any(calls.each("idle", self.engine.scheduler.state)):
                 return
+
+
+def check_room(engine: Engine, load: Load, sizes: Sizes) -> None:
+    """Raises BenchError when the engine's slots are too few or too small for a load."""
+    needed = sizes.needed(load)
+    if needed > engine.n_ctx_slot:
+        raise BenchError(
+            f"load {load.name} needs {needed} tokens in each slot and a slot has {engine.n_ctx_slot}: "
+            f"use -c {needed * engine.n_slots}, or a smaller --depth, --tokens or --prompt"
+        )
+    if load.n_slots > engine.n_slots:
+        raise BenchError(f"load {load.name} needs {load.n_slots} slots: use -np {load.n_slots} or more")
 
 
 def _greedy(n_probs: int) -> SamplingParams:

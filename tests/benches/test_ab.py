@@ -154,6 +154,15 @@ def test_every_shipped_plugin_acts_somewhere(bench: Any) -> None:
     assert all(bar["interval"][0] <= bar["change_percent"] <= bar["interval"][1] for bar in bars)
 
 
+def test_a_load_that_does_not_fit_is_said_before_another_one_is_measured(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablation, "judge", lambda *_, **__: pytest.fail("it measured"))
+    status, result, said = bench(ablation, "--load", "five", "--load", "mixed", "--plugin", "seq-compact", "-c", "1280")
+    assert (status, result) == (1, None)
+    assert "load mixed needs 1224 tokens in each slot and a slot has 256" in said
+
+
 def test_what_needs_two_devices_acts_over_rpc_servers(micro_model: Path, library: Library, tmp_path: Path) -> None:
     """The default run, of one load and with one small model. In a process of its own, which keeps the devices."""
     if not library.patched or rpc_servers.program() is None:

@@ -30,13 +30,17 @@ def test_an_interrupted_bench_leaves_nothing(tmp_path: Path, error: type[BaseExc
 
     with pytest.raises(error):
         bench()
-    assert list((tmp_path / "box").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "box" / "earlier").mkdir(parents=True)
+    with pytest.raises(error):
+        bench()
+    assert [path.name for path in (tmp_path / "box").iterdir()] == ["earlier"]
 
 
 def test_a_value_that_is_no_json_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"), ResultFolder("rate", tmp_path, "box") as folder:
         folder.write("rate.json", float("nan"))
-    assert list((tmp_path / "box").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_earlier_results_of_the_day_are_kept(tmp_path: Path) -> None:
