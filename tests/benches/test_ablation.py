@@ -15,10 +15,11 @@ from benches.ablation import Ablation, summary
 from benches.errors import BenchError
 from benches.judge import ACTED, NO_EFFECT, NOT_APPLICABLE, NOT_MEASURED, TOKENS_CHANGED
 from benches.loads import LOADS, Sizes
+from benches.report_load import machines
 from benches.sides import SideError
 from llamamg.config import Config
 from llamamg.engine import Engine
-from llamamg.plugins import Found, Unavailable
+from llamamg.plugins import Found, Unavailable, discover
 from llamamg.plugins import testing as kit
 from llamamg.testing import fake_engine
 
@@ -203,3 +204,10 @@ def test_the_table_says_once_what_does_not_apply() -> None:
         "",
         "a: acted: mixed on m",
     ]
+
+
+def test_every_shipped_plugin_acts_in_the_ablations_that_are_kept() -> None:
+    """A plugin that ships is measured: `llamamg bench ablation` where this fails."""
+    kept = [found.value for results in machines().values() for found in results if found.bench == ablation.NAME]
+    acted = {name for result in kept for name, entry in result["plugins"].items() if entry["acted"]}
+    assert acted >= {name for name, entry in discover().items() if entry.shipped}
