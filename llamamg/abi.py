@@ -55,6 +55,7 @@ int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n);
 
 void mg_abort_install(void * ctx);
 void mg_abort_set(int32_t on);
+void mg_fatal_install(void);
 
 int32_t mg_seq_move(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);
 int32_t mg_seq_copy(void * ctx_src, int32_t seq_src, void * ctx_dst, int32_t seq_dst);

@@ -84,6 +84,8 @@ def load(build: Path | None = None, *, log: LogCallback | None = None) -> Librar
     ggml.ggml_backend_load_all_from_path.restype = None
     ggml.ggml_backend_load_all_from_path(str(folder).encode())
     llama = _import_llama_cpp(folder)
+    if hasattr(mg.lib, "mg_fatal_install"):  # libraries from before it end with a backtrace
+        mg.lib.mg_fatal_install()
     # Importing llama_cpp installs a Python log callback: every native log line would take the interpreter lock.
     mg.set_log("warn")
     keep: list[Any] = []

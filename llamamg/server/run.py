@@ -38,6 +38,11 @@ def serve(config: Config, plugins: Any) -> int:
         return 1
     runner = Runner(config, plugins, sockets)
     uvloop_run(runner)
+    if runner.is_stuck:
+        # Native code cannot be interrupted, and tearing its library down meanwhile waits for it or crashes.
+        print("llamamg: a context still computes and is not waited for", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(runner.status)
     return runner.status
 
 
@@ -94,6 +99,7 @@ class Runner:
         self.config, self.plugins, self.sockets = config, plugins, sockets
         self.app: App = build_app(config)
         self.status = 0
+        self.is_stuck = False  # the engine did not end: a device or an rpc-server does not answer
         self._engine: Any = None
         self._stop_requested = False
         self._url = ""
@@ -129,6 +135,7 @@ class Runner:
         if self._engine is not None:
             # Everything that runs was finished or cut by now; a decode in flight is waited for, a second.
             await asyncio.get_running_loop().run_in_executor(None, self._engine.stop, 0.0)
+            self.is_stuck = self._engine.alive
         self.app.service.close()
 
     # -- loading, on a thread of its own

@@ -79,6 +79,10 @@ MG_API int32_t mg_accept_tokens(void * chain, const int32_t * tokens, int32_t n)
 MG_API void mg_abort_install(void * ctx);
 MG_API void mg_abort_set(int32_t on);
 
+// Where ggml ends the process because an rpc-server is gone, say that in a sentence and exit with status 1, without a
+// backtrace and a core. Everything else that ggml gives up at is said as ggml says it.
+MG_API void mg_fatal_install(void);
+
 // ---- moving a sequence ---------------------------------------------------------------------------------------------
 
 enum mg_move_result {

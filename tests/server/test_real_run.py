@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from llamamg import paths
+from llamamg.library import Library
 
 COMMON = ["-t", "1", "-c", "512", "-np", "2", "--enable", "none"]
 FOREVER = {"prompt": "Once upon a time", "n_predict": 100000, "ignore_eos": True, "stream": True}
@@ -172,3 +176,54 @@ def test_model_that_cannot_be_loaded(
     assert status == 1
     assert str(model) in err
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def rpc_server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A stock rpc-server and its address; whatever a test did to it, it ends."""
+    binary = paths.build("upstream") / "bin" / "ggml-rpc-server"
+    if not binary.is_file():
+        pytest.skip("there is no rpc-server: run `llamamg build --upstream --server`")
+    port = free_port()
+    server = subprocess.Popen(
+        [binary, "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_an_rpc_server_that_dies_is_said_in_a_sentence(
+    library: Library, smol_model: Path, programs: list[Program], rpc_server: tuple[Any, str]
+) -> None:
+    if not hasattr(library.mg.lib, "mg_fatal_install"):
+        pytest.skip("this library was built before it could say that")
+    server, address = rpc_server
+    program = Program(smol_model, "--rpc", address)
+    programs.append(program)
+    with program.ready().stream():
+        server.kill()
+        _, err = program.process.communicate(timeout=120)
+    assert program.process.returncode == 1
+    assert "an rpc-server has ended" in err
+    assert "ptrace" not in err, "no debugger is asked"
+
+
+def test_an_rpc_server_that_is_silent_does_not_keep_the_program(
+    library: object, smol_model: Path, programs: list[Program], rpc_server: tuple[Any, str]
+) -> None:
+    server, address = rpc_server
+    program = Program(smol_model, "--rpc", address)
+    programs.append(program)
+    with program.ready().stream():
+        server.send_signal(signal.SIGSTOP)
+        program.process.send_signal(signal.SIGTERM)
+        _, err = program.process.communicate(timeout=120)
+    assert program.process.returncode == 0
+    assert "still computes and is not waited for" in err
