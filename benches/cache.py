@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from llamamg import architecture
+
 from . import interrupt, program, record
 from .arguments import add_results, record_of
 from .cache_stage import CacheStage, copy_floor, cuda_device
@@ -46,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
     n_slots = args.decoders + 1
     n_cells = -(-max(args.tokens + 64, args.depth + 4096) // 256) * 256
     own = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_slots * n_cells), "-lv", "2"]
-    own += ["--enable", "only:async-cache"] + ([] if any("cache-ram" in word for word in given) else ["-cram", "-1"])
+    own += [] if any("cache-ram" in word for word in given) else ["-cram", "-1"]
     own += [] if any(word.endswith("cache-disk-gb") for word in given) else ["--cache-disk-gb", "1000"]
     with record.ResultFolder(NAME, args.results) as folder, tempfile.TemporaryDirectory() as disk:
-        config = config_of([*own, "--cache-disk", disk, *given])
+        own += ["--cache-disk", disk]
+        is_sparse = architecture(config_of([*own, *given])) == "qwen4exp"  # served with qsa, as by itself
+        own += ["--enable", "only:async-cache" + ",qsa" * is_sparse]
+        config = config_of([*own, *given])
         with opened(config) as engine:
             stage = CacheStage(engine, args.decoders, args.depth, args.tokens)
             result = measure(stage, args)
@@ -89,16 +94,17 @@ def measure(stage: CacheStage, args: argparse.Namespace) -> dict[str, Any]:
     waits: dict[str, list[float]] = {"save": [], "restore": []}
     for i in tqdm(range(args.rounds), desc="rounds", leave=False, disable=None):
         interrupt.check()
+        stage.quiet()
         gaps["alone"] += stage.steps(args.alone)
         for what, act in (("save", stage.save_beside), ("restore", stage.restore_beside)):
             found, took = act()
             gaps[what] += found
             waits[what].append(took)
-            gaps["alone"] += stage.steps(3)
+            stage.quiet()
         if i < 3:
             for what, own in (("libllama save", stage.own_save), ("libllama restore", stage.own_restore)):
                 gaps[what] += own()
-                stage.steps(3)
+                stage.quiet()
     return {
         "n_bytes": n_bytes,
         "way": stage.way,

@@ -151,15 +151,21 @@ class CacheStage:
         stamps = self._stamps()[max(0, begin - 1) :]
         return [b - a for a, b in itertools.pairwise(stamps)]
 
+    def quiet(self) -> None:
+        """Until nothing is copied, written or taken into the cache, and two steps more."""
+        self._until(lambda: self.cache.settled())
+        self.steps(2)
+
     def save_beside(self) -> tuple[list[float], float]:
-        """Gaps of a decoder while the session is saved, and how long that took."""
+        """Gaps of a decoder until all of the session is in the cache, and how long it was copied."""
         self.cache.forget()
+        self.steps(1)
         begin, started = len(self._stamps()), time.perf_counter()
         self.cache.save(self.slot)
         self._until(self._idle)
         took = time.perf_counter() - started
-        self.steps(1)
-        self.cache.settled()
+        self._until(lambda: self.cache.is_settled)
+        self.steps(2)
         return self._gaps(begin), took
 
     def restore_beside(self) -> tuple[list[float], float]:

@@ -28,7 +28,7 @@ from llamamg.plugins import Options, PluginError, Unavailable, plugin
 from llamamg.request import FinishReason, Request, SamplingParams, Timings
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Checkpoint, Slot
-from llamamg.transfer import Copier, Piece, StateWork, Transfer, Work, Workers, pick_copier
+from llamamg.transfer import Copier, Piece, PlaceWork, StateWork, Transfer, Work, Workers, pick_copier
 
 __all__ = [
     "N_ROWS",
@@ -49,6 +49,7 @@ __all__ = [
     "KeptState",
     "Options",
     "Piece",
+    "PlaceWork",
     "Plan",
     "PluginError",
     "PrefixHit",

@@ -72,6 +72,8 @@ int32_t mg_cells_planes(void * ctx, int32_t seq, struct mg_plane * out, int32_t 
 int32_t mg_cells_find(void * ctx, int32_t seq, int32_t pos, int32_t n, int32_t * out_cells);
 int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n);
 int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens, int32_t * out_cells);
+int32_t mg_cells_adopt(void * ctx, int32_t seq, int32_t n, const int32_t * tokens);
+int32_t mg_cells_empty(void * ctx, int32_t seq);
 int32_t mg_cells_copy(void * ctx, int32_t seq, int32_t to_host, int32_t plane, int32_t n_planes, int32_t cell,
                       int32_t n, void * block, int32_t n_rows, int32_t row);
 void *  mg_state_save(void * ctx, int32_t seq, uint64_t * n_bytes);

@@ -111,6 +111,9 @@ class Cells(Protocol):
     def place(self, seq_id: int, pos: int, tokens: Indexes) -> Indexes:
         """Cells for more tokens of a sequence that ends before `pos`; their rows are to be copied in. Raises NativeError."""
 
+    def adopt(self, seq_id: int, tokens: Indexes) -> int:
+        """Where `appends`: `place` the first tokens of an empty sequence, as many as is quick; how many. Raises NativeError."""
+
     def copy(self, seq_id: int, to_host: bool, planes: range, cell: int, n: int, block: int, row: int) -> None:
         """Copy `n` neighbouring cells to or from rows [row, row + n) of the block at address `block`. Raises NativeError."""
 

@@ -118,6 +118,22 @@ class NativeCells(Cells):
             raise self._mg.error()
         return cells
 
+    def adopt(self, seq_id: int, tokens: Indexes) -> int:
+        if not hasattr(self._mg.lib, "mg_cells_adopt"):
+            return 0
+        context, seq = self._at(seq_id)
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        n = int(self._mg.lib.mg_cells_adopt(context, seq, len(tokens), _int32(tokens)))
+        if n < 0:
+            raise self._mg.error()
+        return n
+
+    def empty(self, seq_id: int) -> None:
+        """Take the cells from a long sequence quickly, before the library removes it; where that cannot be, nothing is done."""
+        if hasattr(self._mg.lib, "mg_cells_empty"):
+            context, seq = self._at(seq_id)
+            self._mg.lib.mg_cells_empty(context, seq)
+
     def copy(self, seq_id: int, to_host: bool, planes: range, cell: int, n: int, block: int, row: int) -> None:
         context, seq = self._at(seq_id)
         code = self._mg.lib.mg_cells_copy(

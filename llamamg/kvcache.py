@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -23,8 +24,15 @@ class Removal(Enum):
     BOUNDED = "bounded"  # by up to n_rs_seq tokens
 
 
+def _nothing(seq_id: int) -> None:
+    """Removing is all there is to do."""
+
+
 class KVCache:
-    """Sequence operations of one context. Only the thread that decodes may call them."""
+    """Sequence operations of one context. Only the thread that decodes may call them.
+
+    `empty` may take the cells of a sequence that goes whole, faster than the library does.
+    """
 
     cells_are_positions = (
         False  # a stream of its own for each sequence: what is cut off stays in memory until overwritten
@@ -37,6 +45,7 @@ class KVCache:
         self.n_streams: int = llama.llama_n_seq_max(context)  # if the cache is not unified
         self.can_shift = bool(llama.llama_memory_can_shift(self._memory))
         self.n_rs_seq: int = llama.llama_n_rs_seq(context)  # tokens a recurrent state can go back
+        self.empty: Callable[[int], None] = _nothing
         self._snapshots: dict[int, tuple[int, NDArray[np.uint8]]] = {}  # on the devices; here is where they lie
         if self.n_rs_seq > 0:
             self.removal = Removal.BOUNDED
@@ -54,6 +63,8 @@ class KVCache:
 
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         """Forget positions [p0, p1) of a sequence; False when this memory cannot be cut there."""
+        if p0 <= 0 and p1 < 0:
+            self.empty(seq_id)
         return bool(self._llama.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
 
     def copy(self, source: int, target: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg.handover import Handover
-from llamamg.kvcache import ON_DEVICE, PARTIAL_ONLY, KVCache
+from llamamg.kvcache import ON_DEVICE, PARTIAL_ONLY, KVCache, _nothing
 from llamamg.layout import Layout
 from llamamg.statebytes import OddState, fitted, portable, with_streams
 
@@ -30,7 +30,7 @@ class ContextsKV(KVCache):
         first = parts[0]
         self.n_swa, self.can_shift = first.n_swa, first.can_shift
         self.n_rs_seq, self.removal = first.n_rs_seq, first.removal
-        self._snapshots = {}
+        self._snapshots, self.empty = {}, _nothing
         self._differ = len({part.n_streams for part in parts}) > 1
         self._parts, self._layout, self._handover, self._settle = tuple(parts), layout, handover, settle
 
@@ -44,6 +44,8 @@ class ContextsKV(KVCache):
 
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         part, local = self._at(seq_id)
+        if p0 <= 0 and p1 < 0:
+            self.empty(seq_id)
         return part.remove(local, p0, p1)
 
     def copy(self, source: int, target: int) -> None:

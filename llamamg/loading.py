@@ -13,7 +13,6 @@ from llamamg import library as native
 from llamamg.abi import NativeError
 from llamamg.admission import Admission
 from llamamg.arrange import Arranger
-from llamamg.blocks import Cells
 from llamamg.cells import NativeCells
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
@@ -94,7 +93,9 @@ def load(
         close=close,
         layout=made.layout,
     )
-    engine.cells = _cells(lib, made)
+    engine.cells = cells = _cells(lib, made)
+    if cells is not None and not cells.reason:
+        kv.empty = cells.empty
     kv.cells_are_positions = not is_unified(config.context)
     if config.plugins.guard_replay:
         engine.shadow = engine.scheduler.watcher = Shadow(
@@ -103,7 +104,7 @@ def load(
     return engine
 
 
-def _cells(lib: native.Library, made: contexts.Contexts) -> Cells | None:
+def _cells(lib: native.Library, made: contexts.Contexts) -> NativeCells | None:
     """What sequences keep in the contexts; None in a build from before there was a way to say so."""
     if not hasattr(lib.mg.lib, "mg_cells_planes"):
         return None

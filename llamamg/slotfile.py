@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from llamamg.blocks import N_ROWS, Bytes, Cells, StateCopy
+from llamamg.blocks import N_ROWS, Bytes, Cells, Indexes, StateCopy
 from llamamg.kept import host_bytes
 from llamamg.slot import Checkpoint, Slot
 from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, model_identity
 from llamamg.statefile.write import write_state_file
-from llamamg.transfer import Piece, Transfer, Workers, pick_copier
+from llamamg.transfer import Piece, PlaceWork, Transfer, Work, Workers, pick_copier
 
 if TYPE_CHECKING:
     from llamamg.config import Config
@@ -204,13 +204,15 @@ class _Job:
             transfer, appends = self._engine.call(lambda engine: self._begin_write(engine, n)).result()
             error: Exception | None = None
             try:
-                for pos in range(0, n, N_PLACE):
-                    place = partial(self._place, workers, transfer, content, pos, min(pos + N_PLACE, n))
-                    if appends:
-                        place(None)
-                    else:
-                        self._when_free(place)
-                self._load(workers, transfer, content)
+                if appends:
+                    workers.add(transfer, [PlaceWork(self.cells, transfer.seq_id, content.tokens, 0)])
+                    workers.add(transfer, self._works(transfer, content, np.arange(n, dtype=np.int32), 0, n))
+                for pos in range(0, 0 if appends else n, N_PLACE):
+                    self._when_free(partial(self._place, workers, transfer, content, pos, min(pos + N_PLACE, n)))
+                transfer.seal()
+                transfer.wait()
+                if transfer.error is None:
+                    self._load(transfer, content)
             except Exception as failed:
                 error = failed
             transfer.seal()
@@ -243,13 +245,16 @@ class _Job:
 
     def _place(self, workers: Workers, transfer: Transfer, content: _Content, pos: int, end: int, engine: Any) -> None:
         where = self.cells.place(transfer.seq_id, pos, content.tokens[pos:end])
+        workers.add(transfer, self._works(transfer, content, where, pos, end))
+
+    def _works(self, transfer: Transfer, content: _Content, where: Indexes, pos: int, end: int) -> list[Work]:
         pieces = [
             Piece(at, where[at - pos : min(at + N_ROWS, end) - pos], content.blocks[at // N_ROWS].ctypes.data, 0)
             for at in range(pos, end, N_ROWS)
         ]
-        workers.add(transfer, self._copier.works(transfer.seq_id, False, pieces))
+        return self._copier.works(transfer.seq_id, False, pieces)
 
-    def _load(self, workers: Workers, transfer: Transfer, content: _Content) -> None:
+    def _load(self, transfer: Transfer, content: _Content) -> None:
         n = len(content.tokens)
         if not n or not self.needs_state:
             return

@@ -263,6 +263,11 @@ class AsyncCache:
         self._saver.drain()
         if self._disk is not None:
             self._disk.drain()
+        return self.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way, as far as was taken note of: steps do that by themselves."""
         return self._saver.n_running == 0 and (self._disk is None or self._disk.n_pending == 0)
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg import N_ROWS, Cells, Copier, Piece, Slot, StateWork, Transfer, Workers
+from llamamg import N_ROWS, Cells, Copier, Piece, PlaceWork, Slot, StateWork, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_kept import KeptStates
 from llamamg_plugins.async_cache_save import checkpoints
@@ -17,7 +17,6 @@ from llamamg_plugins.async_cache_tree import Node, State, Tree
 
 PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
-N_APPEND = 4096  # cells given out at once by a thread: a cut waits for it, about a millisecond
 Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
 
 
@@ -124,7 +123,7 @@ class Hit:
         seq_id, begin, n = self.slot.seq_id, self.n_kept, self.n_tokens - self.n_kept
         if not self._cells.appends(seq_id, begin, n):
             return False
-        place = _Place(self._cells, seq_id, self._tokens, begin)
+        place = PlaceWork(self._cells, seq_id, self._tokens, begin)
         pieces = list(self._pieces(begin, np.arange(begin, self.n_tokens, dtype=np.int32)))
         self._workers.add(self.transfer, [place, *self._copier.works(seq_id, False, pieces)])
         return True
@@ -231,28 +230,6 @@ class _Read:
     def copy(self, chunk: int, limit: int) -> None:
         """All of it."""
         self._read()
-
-    def finish(self, limit: int) -> None:
-        """Nothing is left."""
-
-
-class _Place:
-    """A work that gives out the cells of all tokens from position `start` on."""
-
-    n_bytes = 0
-
-    def __init__(self, cells: Cells, seq_id: int, tokens: NDArray[np.int32], start: int) -> None:
-        self._cells, self._seq_id, self._tokens = cells, seq_id, tokens
-        self.start, self.end = start, len(tokens)
-        self.n_chunks = -(-(self.end - start) // N_APPEND)
-
-    def copy(self, chunk: int, limit: int) -> None:
-        """The next ones."""
-        at = self.start + chunk * N_APPEND
-        tokens = self._tokens[at : at + N_APPEND]
-        where = self._cells.place(self._seq_id, at, tokens)
-        if where[0] != at or where[-1] != at + len(tokens) - 1:
-            raise RuntimeError("the cells of a sequence are not its positions")
 
     def finish(self, limit: int) -> None:
         """Nothing is left."""

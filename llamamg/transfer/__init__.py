@@ -3,7 +3,8 @@
 from llamamg.transfer.host import HostCopier
 from llamamg.transfer.job import Copier, Piece, Transfer, Work
 from llamamg.transfer.pick import pick_copier
+from llamamg.transfer.place import PlaceWork
 from llamamg.transfer.state import StateWork
 from llamamg.transfer.workers import Workers
 
-__all__ = ["Copier", "HostCopier", "Piece", "StateWork", "Transfer", "Work", "Workers", "pick_copier"]
+__all__ = ["Copier", "HostCopier", "Piece", "PlaceWork", "StateWork", "Transfer", "Work", "Workers", "pick_copier"]

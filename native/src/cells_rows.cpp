@@ -3,6 +3,7 @@
 #include <memory>
 #include <numeric>
 
+#include "cells_stash.h"
 #include "handover_cells.h"
 #include "llama-batch.h"
 #include "llama-hparams.h"
@@ -100,6 +101,55 @@ bool kv_take::append(llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, in
         positions.emplace_hint(positions.end(), p, (uint32_t) p);
     }
     cache.v_heads[cache.seq_to_stream[seq]] = pos + n;
+    return true;
+}
+
+int32_t kv_take::adopt(llama_kv_cache & cache, llama_seq_id seq, int32_t n, const llama_token * tokens,
+                       uint32_t n_pos) {
+    llama_kv_cells & cells     = cache.v_cells[cache.seq_to_stream[seq]];
+    auto &           positions = cells.seq_pos[seq];
+    if (!appends(cache, seq, 0, n) || !cells.used.empty() || !positions.empty()) {
+        return 0;
+    }
+    cells_stash::sets sets = cells_stash::all().take(n);
+    const auto        m    = (int32_t) sets.used.size();
+    for (int32_t i = 0; i < m; ++i) {
+        cells.pos[i] = i;
+        cells.ext[i] = text_ext(tokens[i], i, n_pos);
+        cells.seq[i].set(seq);
+    }
+    cells.used.swap(sets.used);
+    positions.swap(sets.positions);
+    cache.v_heads[cache.seq_to_stream[seq]] = m;
+    return m;
+}
+
+bool kv_take::empty(llama_kv_cache & cache, llama_seq_id seq) {
+    if (cache.other || cache.n_stream != cache.n_seq_max) {
+        return false;
+    }
+    llama_kv_cells & cells     = cache.v_cells[cache.seq_to_stream[seq]];
+    auto &           positions = cells.seq_pos[seq];
+    const uint32_t   n         = cells.used.size();
+    if (n < cells_stash::N_MIN || cells.has_shift || cells.used_max_p1() != n || positions.size() != n) {
+        return false;
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+        if (cells.pos[i] != (llama_pos) i || cells.seq[i].count() != 1) {
+            return false;
+        }
+    }
+    cells_stash::sets sets;
+    sets.used.swap(cells.used);
+    sets.positions.swap(positions);
+    cells_stash::all().give(std::move(sets));
+    for (uint32_t i = 0; i < n; ++i) {
+        cells.pos[i] = -1;
+        cells.ext[i].reset();
+        cells.shift[i] = 0;
+        cells.seq[i].reset();
+    }
+    cache.v_heads[cache.seq_to_stream[seq]] = 0;
     return true;
 }
 

@@ -133,6 +133,12 @@ MG_API int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n)
 // room.
 MG_API int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens,
                               int32_t * out_cells);
+// As mg_cells_place(ctx, seq, 0, ...) for as many of n tokens as can be given cells at once, where mg_cells_appends says
+// 1: how many, perhaps 0, or -1.
+MG_API int32_t mg_cells_adopt(void * ctx, int32_t seq, int32_t n, const int32_t * tokens);
+// Take the cells from a long sequence, faster than llama_memory_seq_rm, which must follow for all else that it has.
+// Does nothing where that cannot be. How many caches were emptied, or -1.
+MG_API int32_t mg_cells_empty(void * ctx, int32_t seq);
 // Any thread. Copy n neighbouring cells from `cell` on to the host, or from there. A block on the host has room for
 // n_rows cells; its planes follow each other, each n_rows * bytes * n_columns long, and as on the device inside.
 // `block` is the address of plane 0 of the block, `row` the cell's place in it. Only planes [plane, plane + n_planes)

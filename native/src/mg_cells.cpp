@@ -194,6 +194,54 @@ int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const in
     });
 }
 
+int32_t mg_cells_adopt(void * ctx, int32_t seq, int32_t n, const int32_t * tokens) {
+    return mg::guarded("mg_cells_adopt", (int32_t) -1, [&]() -> int32_t {
+#ifndef MG_NO_SWITCHES
+        const growing  caches = caches_of(static_cast<llama_context *>(ctx), seq);
+        const uint32_t n_pos  = static_cast<llama_context *>(ctx)->get_model().hparams.n_pos_per_embd();
+        if (!caches.attention || n <= 0) {
+            return 0;
+        }
+        const int32_t n_first = kv_take::adopt(*caches.attention, seq, n, tokens, n_pos);
+        if (!caches.index) {
+            return n_first;
+        }
+        const int32_t n_second = kv_take::adopt(*caches.index, seq, n, tokens, n_pos);
+        const int32_t n_both   = std::max(n_first, n_second);
+        // What one of them lacks is short: both had as many cells once.
+        for (auto [cache, m] : { std::pair{ caches.attention, n_first }, std::pair{ caches.index, n_second } }) {
+            std::vector<int32_t> cells(n_both - m);
+            if (m < n_both && !kv_take::place(*cache, seq, m, n_both - m, tokens + m, n_pos, cells.data(), false)) {
+                throw std::runtime_error("the cache has no room");
+            }
+        }
+        if (n_both > 0 && caches.owner && caches.owner->get_qsa()) {
+            caches.owner->get_qsa()->forget(seq);
+        }
+        return n_both;
+#else
+        (void) ctx, (void) seq, (void) n, (void) tokens;
+        throw std::runtime_error("an unpatched build does not show its cells");
+#endif
+    });
+}
+
+int32_t mg_cells_empty(void * ctx, int32_t seq) {
+    return mg::guarded("mg_cells_empty", (int32_t) -1, [&]() -> int32_t {
+#ifndef MG_NO_SWITCHES
+        const growing caches = caches_of(static_cast<llama_context *>(ctx), seq);
+        int32_t       done   = 0;
+        for (llama_kv_cache * cache : { caches.attention, caches.index }) {
+            done += cache && kv_take::empty(*cache, seq);
+        }
+        return done;
+#else
+        (void) ctx, (void) seq;
+        return 0;
+#endif
+    });
+}
+
 int32_t mg_cells_copy(void * ctx, int32_t seq, int32_t to_host, int32_t plane, int32_t n_planes, int32_t cell,
                       int32_t n, void * block, int32_t n_rows, int32_t row) {
     return mg::guarded("mg_cells_copy", (int32_t) -1, [&]() -> int32_t {
