@@ -255,7 +255,7 @@ def test_what_goes_back_at_its_next_decode_is_not_moved_before_it(with_plugins: 
             return []
 
     engine, runner, events = with_plugins(
-        cls, Holder, SeqCompact, n_slots=3, n_draft_max=4, hybrid=True, n_rs_seq=3, n_batch=256
+        cls, Holder, SeqCompact, n_slots=3, n_draft_max=4, hybrid=True, n_rs_seq=3, n_batch=12
     )
     Holder.n_steps = 0
     engine.submit(ask("prompt", id_slot=2, stop=("x",)))
@@ -265,12 +265,14 @@ def test_what_goes_back_at_its_next_decode_is_not_moved_before_it(with_plugins: 
     for _ in range(3):
         engine.step()
     Holder.n_steps = 5
-    again = ask("promptuvwxyz", n_predict=20, id_slot=2)
+    prompt = "promptuvw" + 5 * "and so on "
+    again = ask(prompt, n_predict=20, id_slot=2)
     engine.submit(again)
     run(engine)
     assert (2, 1) in runner.kv.copies
+    assert any(seq_id == 1 and n_logits == 0 for batch in runner.batches for seq_id, *_, n_logits in batch)  # soon
     texts = {id_: event.text for id_, event in events if isinstance(event, Finished)}
     plain_engine, _, plain_events = fake_engine(1)
-    plain_engine.submit(ask("promptuvwxyz", n_predict=20))
+    plain_engine.submit(ask(prompt, n_predict=20))
     run(plain_engine)
     assert texts[again.id] == plain_events[-1][1].text
