@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 from harness import Running, running
 
 from llamamg import loading
+from llamamg.blocks import BlockLayout
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig, ServerConfig
 from llamamg.library import Library
 from llamamg.plugins import PluginSet
@@ -157,6 +160,49 @@ def test_another_model_another_context(make: Make, tmp_path: Path) -> None:
     answer = act(make(n_ctx_slot=256), 0, "restore", "a.bin")
     assert answer.status_code == 400
     assert "has room for 256" in answer.json()["error"]["message"]
+
+
+def test_other_cache_types_and_an_older_format(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make()
+    complete(server, PROMPT, id_slot=0)
+    act(server, 0, "save", "a.bin")
+    cells = server.engine.cells
+    assert isinstance(cells, FakeCells)
+    planes = cells.layout.planes
+    cells.layout = BlockLayout(((8, 4, 1),))
+    answer = act(server, 1, "restore", "a.bin")
+    assert answer.status_code == 400
+    assert "other cache types (-ctk, -ctv)" in answer.json()["error"]["message"]
+    cells.layout = BlockLayout(planes)
+    path = tmp_path / "slots" / "a.bin"
+    path.write_bytes(path.read_bytes()[:8] + (0).to_bytes(4, "little") + path.read_bytes()[12:])
+    answer = act(server, 1, "restore", "a.bin")
+    assert answer.status_code == 400
+    assert "version 0 of the format" in answer.json()["error"]["message"]
+    assert len(server.engine.slots[1].tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.ENOSPC, "the disk is full: free some space"), (errno.EROFS, "the folder is read-only")]
+)
+def test_a_folder_that_takes_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    server = make()
+    first = complete(server, PROMPT, id_slot=0)
+
+    def fail(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("llamamg.statefile.write.os.fsync", fail)
+    answer = act(server, 0, "save", "a.bin")
+    assert answer.status_code == 500
+    assert words in answer.json()["error"]["message"]
+    assert list((tmp_path / "slots").iterdir()) == []
+    monkeypatch.undo()
+    again = complete(server, PROMPT, id_slot=0)
+    assert again["content"] == first["content"]
+    assert again["timings"]["cache_n"] == len(PROMPT) - 1
 
 
 def test_a_copy_that_fails_leaves_the_slot_empty(make: Make) -> None:
