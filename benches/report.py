@@ -129,7 +129,8 @@ def _configuration(result: Mapping[str, Any]) -> str:
     software = record["software"]
     commit = software["commit"][:12] + (" with changes" if software["dirty"] else "")
     names = ", ".join(model_name(m) for m in models)
-    return f"<p>{html.escape(names)}; <code>{html.escape(words)}</code>; commit <code>{html.escape(commit)}</code></p>"
+    shown = f" <code>{html.escape(words)}</code>;" if words else ""
+    return f"<p>{html.escape(names)};{shown} commit <code>{html.escape(commit)}</code></p>"
 
 
 def _nested(flags: Any) -> bool:

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from .grid_cells import depth_name
 from .grid_table import BEST, SAME, select
@@ -23,6 +23,8 @@ STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 10, "svg.fonttype": "path", "svg.hashsalt": "llamamg",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd", "axes.axisbelow": True,
 }  # fmt: skip
+WIDE = 100  # percent; bars beyond that would hide the others on a plain axis
+FACTOR_TICKS = (-99, -97, -90, -75, -50, 0, 100, 300, 900, 2900, 9900, 29900)
 PANELS = (
     ("prefill", "prefill, tokens/s together", lambda row: row["prefill"] and row["prefill"]["tps"]),
     ("generate", "generation, tokens/s together", lambda row: row["generate"]["tps"]),
@@ -59,7 +61,7 @@ def _curves(result: Mapping[str, Any], n_sessions: int) -> Figure:
             axis.set_title(title, loc="left", fontsize=10)
             axis.set_xlabel("tokens in each session")
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: depth_name(round(x))))
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         itl = axes[-1]
         for i, side in enumerate(result["sides"]):
             rows = select(result["rows"], kind=SAME, side=side["name"], n_sessions=n_sessions)
@@ -121,7 +123,7 @@ def depth_figure(result: Mapping[str, Any], labels: Mapping[str, str]) -> Figure
             axis.set_title(title, loc="left", fontsize=10)
             axis.set_xlabel("depth in tokens")
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: depth_name(round(x))))
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         figure.axes[0].legend(frameon=False, fontsize=8.5)
         return figure
 
@@ -143,8 +145,28 @@ def bars_figure(title: str, bars: Sequence[tuple[str, float, float, float, bool]
         axis.set_yticks(at, names)
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
+        low, high = min(0.0, *(bar[2] for bar in bars)), max(0.0, *(bar[3] for bar in bars))
+        if high > WIDE or low < -50:
+            _by_factors(axis, low, high)
         axis.set_xlabel(
-            "change with the plugin, % (line: 99 % interval; green: gain, red: loss, pale: no difference claimed)"
+            "change with the plugin, %\n(line: 99 % interval; green: gain, red: loss, pale: no difference claimed)"
         )
         axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
         return figure
+
+
+def _by_factors(axis: Any, low: float, high: float) -> None:
+    """An axis from `low` to `high` percent on which a half lies as far left as a double lies right: small changes show, too."""
+
+    def factor(percent: Any) -> Any:
+        return np.log(np.maximum(1 + np.asarray(percent) / 100, 1e-4))
+
+    def percent(factor: Any) -> Any:
+        return 100 * np.expm1(factor)
+
+    room = 0.03 * (factor(high) - factor(low))
+    axis.set_xscale("function", functions=(factor, percent))
+    axis.set_xlim(percent(factor(low) - room), percent(factor(high) + room))
+    axis.set_xticks([tick for tick in FACTOR_TICKS if low <= tick <= high])
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+.0f}" if x else "0"))
+    axis.xaxis.set_minor_locator(NullLocator())

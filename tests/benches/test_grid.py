@@ -128,6 +128,13 @@ def test_generation_counts_only_while_all_sessions_decode() -> None:
     assert row["itl_ms"]["max"] == pytest.approx(1000)
 
 
+def test_latencies_are_percentiles_of_all_gaps() -> None:
+    gaps = np.arange(1, 102) / 1000  # 1 to 101 ms
+    stamps = np.concatenate([[0.0], np.cumsum(gaps)])
+    itl = generate_row([Stream(stamps, np.arange(1, len(stamps) + 1))])["itl_ms"]
+    assert itl == {key: pytest.approx(ms) for key, ms in (("p50", 51.0), ("p90", 91.0), ("p99", 100.0), ("max", 101.0))}
+
+
 def test_sessions_that_never_decode_together_are_an_error() -> None:
     with pytest.raises(SideError, match="--n-predict"):
         generate_row([Stream(np.array([0.0, 1.0]), np.array([1, 2])), Stream(np.array([2.0, 3.0]), np.array([1, 2]))])

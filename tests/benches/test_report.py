@@ -295,6 +295,48 @@ def test_curves_go_through_what_was_measured() -> None:
     assert [tuple(point) for point in depth.axes[0].lines[0].get_xydata()] == [(5000.0, 900.5), (50_000.0, 900.5)]
 
 
+def test_small_changes_show_beside_large_ones_and_what_is_not_claimed_is_pale() -> None:
+    bars = [
+        ("large", 6900.0, 4000.0, 11_000.0, True), ("small", 8.0, 7.0, 9.0, True),
+        ("half", -50.0, -55.0, -45.0, True), ("double", 100.0, 90.0, 110.0, False),
+    ]  # fmt: skip
+    figure = report_plots.bars_figure("decode tps", bars, lower_is_better=False)
+    report_plots.svg(figure)
+    [axis] = figure.axes
+    wide = {bar[0]: patch.get_window_extent().width for bar, patch in zip(bars, axis.patches, strict=True)}
+    assert wide["small"] > 0.01 * axis.get_window_extent().width
+    assert wide["half"] == pytest.approx(wide["double"], rel=0.01)
+    assert [patch.get_alpha() for patch in axis.patches] == [1.0, 1.0, 1.0, 0.25]
+    colors = [patch.get_facecolor()[:3] for patch in axis.patches]
+    assert colors[0] == colors[1] == colors[3] != colors[2]
+    label = axis.xaxis.label.get_window_extent()
+    assert figure.bbox.x0 <= label.x0
+    assert label.x1 <= figure.bbox.x1
+
+
+def test_latencies_and_memory_have_every_column() -> None:
+    other = {"memory_mib": {"mean": 1.0, "max": 1.0}, "process_memory_mib": {"mean": 2.0, "max": 6.0}}
+    row = grid_row("off", 5000, 0, 1000.0, 50.0)
+    row["generate_watch"] = {
+        "host_rss_mib": 100.0,
+        "devices": [
+            {"memory_mib": {"mean": 5.0, "max": 7.0}},
+            other,
+        ],
+    }
+    row["prefill_watch"] = {
+        "devices": [{"gpu_percent": {"mean": 90.0, "max": 99.0}, "pcie_rx_mb_s": {"mean": 321.0, "max": 999.0}}]
+    }
+    result = {"sides": [{"name": "off", "label": "llamamg, plugins off"}], "rows": [row]}
+    head, _, line = (
+        [cell.strip() for cell in text.strip("| ").split("|")] for text in grid_table.latency_table(result)
+    )
+    assert dict(zip(head, line, strict=True)) == {
+        "sessions": "1", "depth": "5k", "side": "llamamg, plugins off", "TTFT s": "5.00", "ITL p50 ms": "10.0", "p90": "11.0",
+        "p99": "12.0", "max": "13.0", "host MiB": "100", "GPU MiB": "7 / 6", "GPU %": "90", "PCIe in MB/s": "321",
+    }  # fmt: skip
+
+
 def test_readme_has_native_qsa_over_depth(results: Path) -> None:
     put(results, "fast", "2026-01-03-qsa-depth", "qsa-depth.json", depth_result())
     fast = results_table(results).split("**Slow CPU")[0]
