@@ -212,3 +212,38 @@ def test_a_cancel_in_flight_keeps_the_sampler_until_the_batch_is_back(with_plugi
     engine.step()
     assert samplers[0].closed
     assert not samplers[1].closed
+
+
+def test_a_sampler_is_closed_when_the_batch_of_a_request_that_left_has_failed(with_plugins: Any) -> None:
+    engine, runner, _ = with_plugins(mover(random.Random(0), 2), n_slots=2, n_groups=2, next_token=model)
+    engine.plugins.hooks.balance_groups = ()
+    runner.fail = lambda batch: BatchError(-3, "Compute error.") if batch.group == 0 else None
+    requests = [ask([40 + i, 50, 60], n_predict=40, id_slot=i) for i in range(2)]
+    for request in requests:
+        engine.submit(request)
+    runner.pick = lambda n: n - 1  # the second group always ends first
+    engine.step()
+    sampler = next(sequence.sampler for sequence in engine.scheduler.running if sequence.slot.id == 0)
+    engine.cancel(requests[0].id)
+    engine.step()
+    assert not sampler.closed
+    runner.pick = lambda n: 0
+    engine.step()
+    assert sampler.closed
+    run(engine)
+
+
+def test_a_context_that_a_move_waits_for_gets_no_new_batch(with_plugins: Any) -> None:
+    """Two contexts that end in turns would never be free together, and the move would wait for ever."""
+    engine, _, _ = with_plugins(mover(random.Random(0), 3), n_slots=3, n_groups=3, next_token=model)
+    engine.plugins.hooks.balance_groups = ()
+    engine.submit(ask([40, 50, 60], n_predict=40, id_slot=0))
+    engine.step()
+    moves = engine.scheduler.moves
+    moves.request(0, 1)
+    assert moves.start((0, 2)) == (2,)
+    assert moves.start((1, 2)) == (2,)
+    assert moves.wanted
+    assert moves.start((0, 1, 2)) == (2,)
+    assert not moves.wanted
+    run(engine)
