@@ -55,7 +55,20 @@ def test_a_hybrid_restored_equals_never_evicted(
     check(live, micro_model, {"n_ctx": 2048, **options})
 
 
-def check(live: Callable[..., Any], model: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("n_mib", [64, 1])
+def test_a_hybrid_whose_states_stay_on_its_devices(
+    live: Callable[..., Any], micro_model: Path, library: Library, monkeypatch: pytest.MonkeyPatch, n_mib: int
+) -> None:
+    """Room for all of them, and for one only: then they come back from main memory, by way of that one."""
+    if not library.patched:
+        pytest.skip("an unpatched build does not show its cells")
+    monkeypatch.setattr("llamamg_plugins.async_cache.device_bytes", lambda cells, n: n_mib << 20)
+    kept = check(live, micro_model, {"n_ctx": 2048})._kept
+    assert kept.n_taken > 4
+    assert (kept.n_put >= 2) or n_mib == 1
+
+
+def check(live: Callable[..., Any], model: Path, options: dict[str, Any]) -> Any:
     first, other = talk(400, 1), talk(350, 2)
     stays = live(model, n_parallel=2, **options)
     tokens, _, _ = answer(stays, greedy(first, id_slot=0))
@@ -75,3 +88,4 @@ def check(live: Callable[..., Any], model: Path, options: dict[str, Any]) -> Non
     assert answer(cached, greedy(later, id_slot=0)) == expected_later
     assert expected[2] >= 400
     assert cached.engine.plugins.enabled() == ["async-cache"]
+    return cached.engine.plugins._members["async-cache"].instance
