@@ -155,8 +155,12 @@ def test_others_go_on_while_a_slot_is_filled(serve: Callable[..., Server]) -> No
     assert server.n_cached(waiting) == 1499
 
 
-def test_a_request_cancelled_while_its_slot_is_filled_leaves_nothing(serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("appending", [True, False])
+def test_a_request_cancelled_while_its_slot_is_filled_leaves_nothing(
+    serve: Callable[..., Server], appending: bool
+) -> None:
     server = serve(1)
+    server.cells.appending = appending
     stored = talk(2000, 1)
     server.run(ask(stored, n_predict=2))
     server.run(ask(talk(400, 3), n_predict=2))
