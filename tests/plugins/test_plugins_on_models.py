@@ -195,3 +195,29 @@ def test_chunks_change_no_token_when_their_shapes_are_replayed(
     assert row["status"] == check.HELD, row["reason"]
     record_property("ties", f"{alone['n_ties']} of {alone['n_positions']}")
     assert alone["n_ties"] <= max(4, 0.08 * alone["n_positions"])
+
+
+def test_a_gated_context_of_prompts_changes_no_token_when_its_shapes_are_replayed(
+    library: Library, micro_model: Path
+) -> None:
+    """Prompts in a context of their own, whose batches are chosen by what gaps are: the bits are those of the same batches."""
+    from benches import check
+    from benches.check_trace import Sizes
+    from llamamg.guard import Guard
+
+    options = {"decode-groups": {"groups": "1", "prefill-slots": "2"}, "prefill-gate": {"itl-ratio": "1.5"}}
+    plugins = PluginSet.discover(
+        PluginsConfig(enable=("prefill-gate", "decode-groups"), only=True, options=options),
+    )
+    context = ContextConfig(n_ctx=6 * 1024, n_parallel=6, kv_unified=False, n_threads=1, n_batch=512, warmup=False)
+    engine = load(Config(ModelConfig(micro_model), context), plugins)
+    assert engine.runner.n_contexts == 2
+    try:
+        row = check.check_engine(engine, "prefill-gate", Guard.same_tokens(), Sizes(n_tokens=32, n_prompt=500))
+    finally:
+        engine.stop(0.0)
+    same = row["same_batches"]
+    assert same["n_positions"] > 60
+    assert (same["n_ties"], same["n_violations"]) == (0, 0)
+    assert row["status"] == check.HELD, row["reason"]
+    assert row["effect"] > 0
