@@ -172,6 +172,10 @@ def test_hook_slot_released(make: Any) -> None:
     check_all(make, "slot_released", "slot", "sequence", "reason")
 
 
+def test_hook_take_state(make: Any) -> None:
+    check_first(make, "take_state", "a kept state", "slot")
+
+
 def test_hook_slot_changing(make: Any) -> None:
     check_all(make, "slot_changing", "slot", "n_kept")
 
