@@ -158,7 +158,7 @@ def assemble(
             calls.each("request_finished", request, timings)
 
     def take_state(slot: Slot) -> KeptState | None:
-        return calls.first("take_state", slot) if calls.hooks.take_state else None
+        return calls.first("take_state", slot, check=_not_a_state) if calls.hooks.take_state else None
 
     policy = CheckpointPolicy(
         c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv, take_state
@@ -203,6 +203,10 @@ def assemble(
         view=completion.view,
         close=close,
     )
+
+
+def _not_a_state(kept: KeptState) -> str | None:
+    return None if isinstance(kept, KeptState) else f"{kept!r} is not a KeptState"
 
 
 def _connect_switches(lib: native.Library, plugins: PluginSet, given: Mapping[str, bool]) -> None:

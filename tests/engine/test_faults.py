@@ -55,9 +55,11 @@ def test_raising(with_plugins: Callable[..., Any], hook: str) -> None:
     if hook in ("draft_verified", "spec_limit"):
         classes.append(plugin_with("draft", lambda self, sequence, limit: [sequence.last_token + 1], "drafter"))
     n_groups = 2 if hook in ("batches_in_flight", "balance_groups") else 1
-    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups)
+    hybrid = hook == "take_state"
+    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups, hybrid=hybrid)
     fail_once = hook == "batch_failed"
-    assert serve(engine, runner, events, fail_once=fail_once) == serve(*fake_engine(2), fail_once=fail_once)
+    plain = fake_engine(2, hybrid=hybrid)
+    assert serve(engine, runner, events, fail_once=fail_once) == serve(*plain, fail_once=fail_once)
     assert called == [1]
     assert "broken" not in engine.plugins.enabled()
     view = next(view for view in engine.plugins.views() if view.name == "broken")
@@ -116,6 +118,7 @@ def test_a_plan_that_is_wrong_is_put_back(with_plugins: Callable[..., Any], mist
         ("balance_groups", [(1, 0)]),
         ("balance_groups", 5),
         ("find_prefix", "not a hit"),
+        ("take_state", "not a state"),
     ],
 )
 def test_answers_that_make_no_sense(with_plugins: Callable[..., Any], hook: str, answer: Any) -> None:
@@ -123,8 +126,10 @@ def test_answers_that_make_no_sense(with_plugins: Callable[..., Any], hook: str,
     if hook == "spec_limit":
         classes.append(plugin_with("draft", lambda self: [], "drafter"))
     n_groups = 2 if hook in ("batches_in_flight", "balance_groups") else 1
-    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups)
-    assert serve(engine, runner, events, fail_once=False) == serve(*fake_engine(2), fail_once=False)
+    hybrid = hook == "take_state"
+    engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups, hybrid=hybrid)
+    plain = fake_engine(2, hybrid=hybrid)
+    assert serve(engine, runner, events, fail_once=False) == serve(*plain, fail_once=False)
     assert "broken" not in engine.plugins.enabled()
 
 
