@@ -197,7 +197,7 @@ class Spec:
         elif self.always:
             widths = [width_below(min(offer.length, self.n_max)) for offer in offers]
         else:
-            widths, why = choose(offers, self.times, self.n_max, MARGIN)
+            widths, why = choose(offers, self.times, self.n_max, MARGIN, self.n_min)
         if why:
             self.totals.why_not[why] += sum(each is not None for each in found)
         for sequence, each, width in zip(decoding, found, widths, strict=True):
@@ -214,7 +214,7 @@ class Spec:
         if found is None or (account.rounds and account.accepted_ema < self.min_accept * n_users):
             return Offer(account)
         n_useful = min(len(found.draft.tokens), sequence.n_remaining - 1)
-        return Offer(account, n_useful, found.draft.n_matched)
+        return Offer(account, n_useful if width_below(n_useful) >= self.n_min else 0, found.draft.n_matched)
 
     def _obstacle(self, state: StepState) -> str:
         if self.max_users and _n_generating(state) > self.max_users:
@@ -230,7 +230,8 @@ class Spec:
         found = self._found.get(sequence.request.id)
         if found is None:
             return None
-        found.width = width_below(min(found.width, limit))
+        width = width_below(min(found.width, limit))
+        found.width = width if width >= self.n_min else 0
         return found.draft.tokens[: found.width] or None
 
     # ---- what became of it

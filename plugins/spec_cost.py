@@ -192,15 +192,16 @@ class Offer:
     n_matched: int = 0
 
 
-def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float) -> tuple[list[int], str]:
+def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_min: int = 0) -> tuple[list[int], str]:
     """Widths for this step, one per sequence, and why there are none: the most tokens per time nobody loses by.
 
     A sequence that drafts must gain more than the step loses, and must not be in debt or stake more than it has; one that
-    does not must have the credit to wait that long. `margin` is the gain below which nothing is done.
+    does not must have the credit to wait that long. `margin` is the gain below which nothing is done; nobody drafts fewer than
+    `n_min` tokens.
     """
     n_users = len(offers)
     best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
-    for cap in (width for width in WIDTHS if width <= n_max):
+    for cap in (width for width in WIDTHS if n_min <= width <= n_max):
         widths = [width_below(min(offer.length, cap)) for offer in offers]
         if max(widths) < cap:
             break  # no draft is that long

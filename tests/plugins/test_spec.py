@@ -145,6 +145,14 @@ def test_rows_have_a_few_fixed_lengths() -> None:
     assert 32 in lengths
 
 
+@pytest.mark.parametrize("always", ["on", "off"])
+def test_no_draft_is_shorter_than_asked_for(always: str) -> None:
+    served = Serving(draft_n_min=5, always=always)
+    served.finish(ask("go", n_predict=400))
+    assert served.plugin.effect > 0
+    assert min(int(width) for width in served.plugin.report["drafts_by_width"]) >= 7
+
+
 def test_nothing_is_drafted_from_a_text_that_does_not_repeat_itself() -> None:
     served = Serving(model=counting)
     served.finish(ask("go", n_predict=200))
