@@ -32,7 +32,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.n_params, self.n_slots, self.n_ctx, self.n_busy = 1000, 8, 4096, 0
         self.stall = threading.Lock()
-        self.n_predict_max = 10**9
+        self.n_predict_max, self.n_posts = 10**9, 0
         self.health = 200, b'{"status": "ok"}'
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -63,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_POST(self) -> None:
+        self.server.n_posts += 1
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -174,6 +175,7 @@ def test_two_models(server: Server, tmp_path: Path, capsys: Any) -> None:
         other.server_close()
     assert (status, result) == (1, None)
     assert "the sides serve different models (n_params: a 1000, b 2000)" in said
+    assert server.n_posts == 0, "it was measured first"
 
 
 @pytest.mark.parametrize(
