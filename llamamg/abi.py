@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from cffi import FFI
 
+from llamamg.errors import NativeError
+
 ffi: Final = FFI()
 ffi.cdef("""
 const char * mg_last_error(void);
@@ -124,10 +126,6 @@ int32_t mg_trace_write(const char * path);
 LOG_LEVELS: Final = {"debug": 1, "info": 2, "warn": 3, "error": 4, "none": 5}
 MOVE_RESULTS: Final = {-1: "invalid", -2: "model", -3: "empty", -4: "busy", -5: "room", -6: "cache"}
 DEVICE_TYPES: Final = ("cpu", "gpu", "igpu", "accel", "meta")
-
-
-class NativeError(RuntimeError):
-    """A call into libllamamg failed; the text is its own."""
 
 
 class MoveError(NativeError):

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from llamamg.abi import Abi, NativeError, ffi
+from llamamg.abi import Abi, ffi
 from llamamg.blocks import N_ROWS, BlockLayout, Bytes, Cells, Fence, Indexes, Plane, StateCopy
+from llamamg.errors import NativeError
 
 Locate = Callable[[int], tuple[int, int]]
 

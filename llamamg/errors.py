@@ -17,3 +17,7 @@ class BatchError(RuntimeError):
 
 class KVFull(BatchError):
     """No room in the KV cache for this batch: free a slot or send a smaller one."""
+
+
+class NativeError(RuntimeError):
+    """A call into libllamamg failed; the text is its own."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from llamamg.abi import NativeError
 from llamamg.blocks import Bytes, StateCopy
+from llamamg.errors import NativeError
 
 if TYPE_CHECKING:
     from llamamg.transfer import Transfer

@@ -10,7 +10,6 @@ from typing import Any
 
 from llamamg import contexts
 from llamamg import library as native
-from llamamg.abi import NativeError
 from llamamg.admission import Admission
 from llamamg.arrange import Arranger
 from llamamg.cells import NativeCells
@@ -19,7 +18,7 @@ from llamamg.completion import Completion
 from llamamg.config import Config
 from llamamg.devices import split
 from llamamg.engine import Engine
-from llamamg.errors import LoadError
+from llamamg.errors import LoadError, NativeError
 from llamamg.hookcalls import HookCalls
 from llamamg.kept import KeptState
 from llamamg.kvcache import KVCache

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg.abi import NativeError
 from llamamg.batch import Batch
 from llamamg.blocks import N_ROWS, BlockLayout, Cells, Fence, Plane, StateCopy
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
-from llamamg.errors import BatchError
+from llamamg.errors import BatchError, NativeError
 from llamamg.handover import HandoverError
 from llamamg.kvcache import ON_DEVICE, KVCache, Removal
 from llamamg.layout import Layout, layout_of, one_context

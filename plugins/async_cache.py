@@ -268,6 +268,8 @@ class AsyncCache:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is under way, as far as was taken note of: steps do that by themselves."""
+        if self._tree is None:  # pluggy before 1.7 reads properties when a plugin is registered
+            return True
         return self._saver.n_running == 0 and (self._disk is None or self._disk.n_pending == 0)
 
     def forget(self) -> None:

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from qsa_context import Context, Counted, Model, qsa, tokens
 
-from llamamg.abi import NativeError
 from llamamg.blocks import N_ROWS, Cells, runs
 from llamamg.cells import NativeCells
+from llamamg.errors import NativeError
 from llamamg.library import Library
 
 N = 300  # more than a block

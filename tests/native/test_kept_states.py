@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from qsa_context import Context, Model, tokens
 
-from llamamg.abi import NativeError
 from llamamg.blocks import Cells, StateCopy
 from llamamg.cells import NativeCells
+from llamamg.errors import NativeError
 from llamamg.library import Library
 
 PARTIAL_ONLY = 1

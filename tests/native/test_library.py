@@ -13,7 +13,8 @@ import pytest
 
 from llamamg import demo, doctor, paths
 from llamamg import library as native_library
-from llamamg.abi import NativeError, UnknownSwitch
+from llamamg.abi import UnknownSwitch
+from llamamg.errors import NativeError
 from llamamg.library import Library, LibraryNotFound
 from llamamg.native import check, info, series
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from qsa_context import Context, Counted, Model, difference, qsa, tokens
 
-from llamamg.abi import NativeError
+from llamamg.errors import NativeError
 from llamamg.library import Library
 
 PARTIAL_ONLY = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from qsa_context import Context, Model, difference, qsa, tokens
 
-from llamamg.abi import NativeError
+from llamamg.errors import NativeError
 from llamamg.library import Library
 
 PLENTY = 2**40

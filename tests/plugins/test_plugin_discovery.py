@@ -94,3 +94,13 @@ def test_installed_plugins_include_the_two_shipped_ones() -> None:
         assert views[name].auto
         assert views[name].available, views[name].reason
         assert views[name].state == "auto"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in discover().items() if entry.shipped])
+def test_properties_of_a_shipped_plugin_can_be_read_before_it_starts(name: str) -> None:
+    """pluggy before 1.7 looks at every attribute of a plugin that is registered, and properties may raise there."""
+    cls = discover()[name].cls
+    assert cls is not None
+    instance = cls()
+    for attribute in dir(cls):
+        getattr(instance, attribute)
