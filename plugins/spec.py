@@ -34,6 +34,7 @@ from llamamg_plugins.spec_types import NAMES, Kind, kinds
 
 PLAIN_EVERY = 64  # steps after which one without drafts is taken, to know how long it takes now
 BUSY = 1.5  # times its usual length that a step is booked with at most
+AFTER = 3  # steps behind a draft that pay for what it left: graphs that it replaced are made anew, and recorded anew on a GPU
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
 ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
@@ -69,6 +70,7 @@ class Spec:
         self._accounts: dict[int, Account] = {}  # request id
         self._found: dict[int, Found] = {}  # request id -> draft of this step
         self._guesses: dict[int, Guess] = {}  # request id
+        self._n_after: dict[int, int] = {}  # context -> steps that the last draft is still booked with
         self._began: dict[int, float] = {}  # context -> when its step began; seconds, perf_counter clock
 
     @hookimpl
@@ -288,6 +290,9 @@ class Spec:
         if plain_s == 0.0:
             return
         lost = 0.0
+        self._n_after[batch.group] = AFTER if n_draft or n_again else max(0, self._n_after.get(batch.group, 0) - 1)
+        if self._n_after[batch.group] and not (n_draft or n_again):
+            lost = min(elapsed_s / plain_s, 2 * BUSY) - 1.0
         if n_draft or n_again:
             self.totals.verify_s += max(0.0, elapsed_s - plain_s)
             # Not much more than such a step takes usually: nobody is in debt because the machine was busy.

@@ -12,6 +12,7 @@ OUTLIER = 3.0  # a step that takes more than so many times the usual counts as s
 FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is known
 FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
 RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
+FIRST_WIDTH = 7  # drafted tokens at most, until a sequence has shown that what is found for it comes true
 STAKE = 2.0  # steps that one draft may cost at most, without credit
 NEIGHBOUR_MAX = 1.0  # steps that a sequence that does not draft waits longer at most, whatever its credit
 SURE = 10.0  # tokens that what is known of an earlier request counts as
@@ -132,6 +133,12 @@ class Account:
     credit: float = 0.0
     rounds: int = 0
     accepted_ema: float = 0.0  # accepted tokens of a round
+    is_known: bool = False  # from an earlier request
+
+    @property
+    def width_max(self) -> int:
+        """Wide drafts are for those of whom one token in a round, drafted or only compared, has come true."""
+        return WIDTHS[-1] if self.is_known or self.accepted_ema >= 1.0 else FIRST_WIDTH
 
     def rate(self, n_matched: int) -> Rate:
         """The counts of matches of this length."""
@@ -166,7 +173,7 @@ class Account:
         rates = tuple(
             Rate(r.right * k, r.wrong * k) for r in self.rates for k in [min(1.0, SURE / (r.right + r.wrong))]
         )
-        return Account(rates=rates)  # type: ignore[arg-type]
+        return Account(rates=rates, is_known=self.width_max > FIRST_WIDTH)  # type: ignore[arg-type]
 
     def expected(self, n_matched: int, width: int) -> float:
         """Tokens that a draft of this width is expected to bring: p + p² + … + p^width."""
@@ -202,7 +209,7 @@ def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_mi
     n_users = len(offers)
     best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
     for cap in (width for width in WIDTHS if n_min <= width <= n_max):
-        widths = [width_below(min(offer.length, cap)) for offer in offers]
+        widths = [width_below(min(offer.length, cap, offer.account.width_max)) for offer in offers]
         if max(widths) < cap:
             break  # no draft is that long
         gains, extra, reason = _who_gains(offers, widths, times)

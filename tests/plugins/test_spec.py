@@ -18,7 +18,7 @@ from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Finished
 from llamamg.testing import EOS, ask, fake_engine, run
 from llamamg_plugins.spec import Spec
-from llamamg_plugins.spec_cost import StepTimes
+from llamamg_plugins.spec_cost import Account, StepTimes
 
 PHRASE = b"the quick brown fox jumps over the lazy dog; "
 
@@ -418,3 +418,27 @@ def test_toggled_off_nothing_is_drafted() -> None:
     served.engine.plugins.toggle("spec", True)
     served.finish(ask("go", n_predict=200))
     assert served.widest > 0
+
+
+def test_slow_steps_behind_a_draft_are_booked_to_it() -> None:
+    """What a draft leaves behind, such as graphs to be made anew, is a part of what it costs."""
+
+    def step(spec: Spec, n_draft: int, elapsed_s: float) -> None:
+        spec.batch_done(Batch([Row(sequence, [1], 0, 1 + n_draft, False)], 0), elapsed_s)
+
+    sequence = SimpleNamespace(request=SimpleNamespace(id=1))
+    spec = Spec()
+    account = spec._accounts[1] = Account()
+    for _ in range(5):
+        step(spec, 0, 0.01)
+    account.credit = 0.0
+    step(spec, 0, 0.02)
+    assert account.credit > 0, "no draft, nobody's fault"
+    account.credit = 0.0
+    step(spec, 3, 0.01)
+    for _ in range(5):
+        step(spec, 0, 0.02)
+    assert account.credit < -0.5
+    before = account.credit
+    step(spec, 0, 0.02)
+    assert account.credit > before, "long after it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamamg_plugins.spec_cost import WIDTHS, Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_cost import FIRST_WIDTH, WIDTHS, Account, Offer, StepTimes, choose, width_below
 
 LONG = 32  # tokens matched
 
@@ -182,3 +182,16 @@ def test_guesses_count_at_once() -> None:
         account.guess(LONG, right)
     whole.learn(LONG, 8, 3)
     assert account.rate(LONG) == whole.rate(LONG)
+
+
+def test_the_first_drafts_are_narrow_until_one_came_true() -> None:
+    flat = times(w1=0.01, w3=0.01, w7=0.01, w15=0.0101, w31=0.0102)
+    account = Account(credit=10.0)
+    assert widths([Offer(account, 40, LONG)], flat) == [FIRST_WIDTH]
+    account.learn(LONG, 7, 0)
+    account.book(10.0)
+    assert widths([Offer(account, 40, LONG)], flat) == [FIRST_WIDTH]
+    account.learn(LONG, 7, 7)
+    assert widths([Offer(account, 40, LONG)], flat) == [31]
+    assert widths([Offer(account.heir(), 40, LONG)], flat) == [31], "a request that continues it is known"
+    assert Account().heir().width_max == FIRST_WIDTH
