@@ -24,6 +24,7 @@ from llamamg.options.table import Table
 from llamamg.paths import home
 from llamamg.plugins import PluginSet, Unavailable, discover
 from llamamg.plugins.selection import select
+from llamamg.server.run import SWITCH_INTERVAL_S
 
 from . import interrupt
 from .errors import BenchError
@@ -110,6 +111,7 @@ def opened(config: Config, plugins: PluginSet | None = None, handle: Any = None)
 
     `handle` is a model that is loaded already, and stays loaded.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the server: threads that copy or compute do not wait for each other
     plugins = plugins or PluginSet.discover(config.plugins)
     title = f"loading {config.model.path.name}"
     with tqdm(total=100, desc=title, unit="%", leave=False, disable=None) as bar, interrupt.held():

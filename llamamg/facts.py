@@ -19,6 +19,13 @@ def architecture(config: Config) -> str:
     return open_model(config.model.path).architecture if config.model.path.is_file() else ""
 
 
+def n_experts(config: Config) -> int:
+    """Experts of a mixture, in each layer that is one; 0 in a model without, and without a model. Raises ModelFileError."""
+    from llamamg.modelfile import open_model
+
+    return int(open_model(config.model.path).get("expert_count", 0)) if config.model.path.is_file() else 0
+
+
 def n_stages(config: Config, devices: Sequence[Any]) -> int:
     """Devices that a token passes one after the other: those that hold layers. Virtual devices of one GPU are one.
 

@@ -13,6 +13,7 @@ FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is kno
 FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
 RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
 FIRST_WIDTH = 7  # drafted tokens at most, until a sequence has shown that what is found for it comes true
+COME_TRUE = 3.0  # tokens of a round, on average, that are enough for that: fewer are often chance
 STAKE = 2.0  # steps that one draft may cost at most, without credit
 NEIGHBOUR_MAX = 1.0  # steps that a sequence that does not draft waits longer at most, whatever its credit
 SURE = 10.0  # tokens that what is known of an earlier request counts as
@@ -137,8 +138,8 @@ class Account:
 
     @property
     def width_max(self) -> int:
-        """Wide drafts are for those of whom one token in a round, drafted or only compared, has come true."""
-        return WIDTHS[-1] if self.is_known or self.accepted_ema >= 1.0 else FIRST_WIDTH
+        """Wide drafts are for those of whom tokens, drafted or only compared, have come true."""
+        return WIDTHS[-1] if self.is_known or self.accepted_ema >= COME_TRUE else FIRST_WIDTH
 
     def rate(self, n_matched: int) -> Rate:
         """The counts of matches of this length."""

@@ -206,7 +206,7 @@ def test_the_table_says_once_what_does_not_apply() -> None:
     ]
 
 
-NEEDS_CUDA = {"small-graphs"}  # its bench has rows of its own on a GPU
+NEEDS_CUDA = {"small-graphs", "expert-tiles"}  # its bench has rows of its own on a GPU
 
 
 def test_every_shipped_plugin_acts_in_the_ablations_that_are_kept() -> None:
