@@ -196,7 +196,7 @@ class Stage:
         """Let a policy decide from now on. A gate in a server has seen prompts before, so it is told their rate."""
         Switched.gate = gate = policy.gate() if policy else None
         if gate:
-            gate.learn(self.engine.runner.n_ubatch, solo_tps)
+            gate.learn(self.engine.runner.n_ubatch, solo_tps, self.n_prompt / 2)
 
     def _request(self, n_prompt: int, n_predict: int, slot: int, *, stream: bool = False) -> Request:
         n_vocab = self.engine.vocab.n_vocab

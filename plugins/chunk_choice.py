@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from llamamg import Batch, StepState
-from llamamg_plugins.chunk_ladder import Ladder, up_to
+from llamamg_plugins.chunk_ladder import SLACK, Ladder, above, up_to
 from llamamg_plugins.step_fit import StepFit, StepShape
 
 PROBES = (1, 1, 2, 2)  # the first chunks, each twice: the first of a size pays for a new graph
 DECODE_ONLY_EVERY = 8  # plain decode steps are many and alike: after the first eight, one in eight is looked at
 N_ASKED = 2  # of those at most, where a prompt comes before any: the first may pay for a new graph
+N_CAPTURED = 2  # which step of a size says nothing: a GPU makes its graph one to replay then
+NEAR, NEAR_SHARE = 0.7, 0.9  # parts of the time and the share wanted from which on sizes are tried one by one
 N_SOLO_MIN = 256  # a shorter prompt fills no batch, so its rate says little
-N_SLOPE = 32  # steps with prompt tokens before the fit knows what depth costs
+N_SLOPE = 64  # steps with prompt tokens before the fit knows what depth costs
 N_GUESS = 16  # largest chunk tried before the solo rate may be guessed from the fit
 
 
@@ -85,6 +87,8 @@ class ChunkChoice:
         self._n_plain = 0
         self._n_asked = 0  # steps without prompt tokens that were asked for
         self._n_chunk = -1  # of the step before
+        self._last_s = 0.0  # what the last step took that says something
+        self._n_same = 0  # steps with that chunk so far
         self._alone_s: dict[int, float] = {}  # a step without prompt tokens, by decode rows
         self._ladder = Ladder()
 
@@ -98,14 +102,16 @@ class ChunkChoice:
             return
         self.solo.interrupted()
         is_new, self._n_chunk = shape.n_chunk != self._n_chunk, shape.n_chunk
+        self._n_same = 1 if is_new else self._n_same + 1
         if not shape.n_chunk:
             self._n_plain += 1
             if self._n_plain % DECODE_ONLY_EVERY and self._n_plain > DECODE_ONLY_EVERY:
                 return
-        if not was_waited_for:
+        if not was_waited_for or (shape.n_chunk and self._n_same == N_CAPTURED):
             return
         period = now - t_before
         seconds = period if elapsed_s <= period < 2 * elapsed_s else elapsed_s
+        self._last_s = seconds
         self.fit.add(replace(shape, is_new=is_new and shape.n_chunk > 0), seconds)
         if not shape.n_chunk:
             known = self._alone_s.get(shape.n_rows, seconds)
@@ -121,14 +127,26 @@ class ChunkChoice:
         if not self.fit.ready:
             return min(PROBES[self.fit.n_seen % len(PROBES)], n_most)
         shape = shape_of_state(state)
-        # Beyond what was tried the fit only guesses, so it goes there in steps.
-        sizes = up_to(min(n_most, max(3 * self.fit.n_largest // 2, self.fit.n_largest + 1)))
-        times = self._ladder.plausible(sizes, self.fit.predict(shape, sizes))
         least = self.limits.min_share * self._solo_tps(shape)
         alone = self._alone_s.get(shape.n_rows) or float(self.fit.predict(shape, np.zeros(1, np.int64))[0])
-        return self._ladder.pick(
-            sizes, times * (1 + self.fit.excess), self.limits.wanted_s(alone), sizes / times, least
-        )
+        wanted = self.limits.wanted_s(alone)
+        # Beyond what was tried the fit only guesses, so it goes there in steps, small ones where little is missing.
+        sizes = up_to(min(n_most, self._largest(shape, wanted, least)))
+        times = self._ladder.plausible(sizes, self.fit.predict(shape, sizes))
+        return self._ladder.pick(sizes, times * (1 + self.fit.excess), wanted, sizes / times, least)
+
+    def _largest(self, shape: StepShape, wanted_s: float, least_tps: float) -> int:
+        """How far up sizes may be tried now."""
+        largest = self.fit.n_largest
+        seconds = float(self.fit.predict(shape, np.array([largest]))[0])
+        if self._n_chunk == largest:
+            seconds = max(seconds, self._last_s)  # while every size is new the fit cannot tell what being new costs
+        tps = largest / seconds
+        if seconds > wanted_s / SLACK and tps >= least_tps:
+            return largest
+        if seconds > NEAR * wanted_s and tps > NEAR_SHARE * least_tps:
+            return above(largest)
+        return max(3 * largest // 2, largest + 1)
 
     def _solo_tps(self, shape: StepShape) -> float:
         """The rate that a prompt would have by itself at this depth; 0.0 where nobody knows."""
@@ -159,7 +177,7 @@ def solo_at(fit: StepFit, solo: SoloRate, depth: float, n_ubatch: int) -> float:
     if solo.tps == 0.0:
         return n_ubatch / here
     there = float(fit.predict(StepShape(0, 0, prompt_depth=solo.depth), whole)[0])
-    return solo.tps * min(1.0, max(0.5, there / here))
+    return solo.tps * min(1.25, max(0.5, there / here))
 
 
 def shape_of_state(state: StepState) -> StepShape:

@@ -15,13 +15,24 @@ SIZES: NDArray[np.int64] = np.array(
     + [n for low, step in itertools.pairwise((32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)) for n in range(low, step, low // 4)]
     + [8192]
 )  # fmt: skip
-HOLD = 16  # steps after which a size one rung up is worth its new graph
+HOLD = 64  # steps after which a size one rung up is worth its new graph
+HOLD_SHORT = 16  # the same for one further up, or for any change that the share asks for
+N_BROKEN = 8  # steps in a row with a size that is too slow, or too small for the share, before it is given up
+FAR = 1.15  # but a size so much slower than wanted is given up at once, and one so much too small for the share too
 SLACK = 1.05  # a size is taken when it is so much faster than wanted, and given up when it is slower
+SHARE_SLACK = (
+    1.03  # a size is kept until its rate is so much below the share; a smaller one is taken when so much above
+)
 
 
 def up_to(n: int) -> NDArray[np.int64]:
     """The sizes of at most `n` tokens; [1] where there is none."""
     return SIZES[: max(1, int(np.searchsorted(SIZES, n, "right")))]
+
+
+def above(n: int) -> int:
+    """The size that follows `n` tokens."""
+    return int(SIZES[min(int(np.searchsorted(SIZES, n, "right")), len(SIZES) - 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class Ladder:
     def __init__(self) -> None:
         self.last = 0  # the size taken last, 0 before the first
         self._n_held = 0  # steps since it changed
+        self._n_broken = 0  # steps in a row in which it was too slow, or too small for the share
         self.told: Told | None = None
 
     def plausible(self, sizes: NDArray[np.int64], times_s: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -80,20 +92,36 @@ class Ladder:
         floor = 0
         if least_rate > 0:
             enough = np.flatnonzero(rates >= least_rate)
-            floor = int(enough[0]) if len(enough) else len(rates) - 1 - int(rates[::-1].argmax())
+            floor = int(enough[0]) if len(enough) else int(np.flatnonzero(rates >= rates.max() * (1 - 1e-6))[-1])
         best = max(highest, floor)
         at = int(np.searchsorted(sizes, self.last))
-        if self.last and at < len(sizes) and int(sizes[at]) == self.last and at != best:
-            is_slow = times_s[at] > wanted_s and at > floor + 1
-            # At the top of the list it is not time that limits, but what was tried so far.
-            is_small = at < floor or best - at > 1 or (best > at and (self._n_held >= HOLD or best == len(sizes) - 1))
-            if not is_slow and not is_small:
-                best = at
+        if self.last and at < len(sizes) and int(sizes[at]) == self.last:
+            surely = np.flatnonzero(rates >= SHARE_SLACK * least_rate)
+            lower = max(highest, int(surely[0]) if len(surely) else at)
+            is_poor, is_far = rates[at] * SHARE_SLACK < least_rate, rates[at] * FAR < least_rate
+            if best > at and best == len(sizes) - 1:
+                pass  # it is not time that limits, but what was tried so far
+            elif at < floor:
+                best = best if self._is_due(is_poor, is_far=is_far) else at
+            elif times_s[at] > wanted_s and lower < at:
+                is_far = times_s[at] > FAR * max(wanted_s, times_s[lower])
+                best = lower if self._is_due(True, is_far=is_far) else at
+            else:
+                self._n_broken = 0
+                is_worth_it = best > at and self._n_held >= (HOLD if best - at == 1 else HOLD_SHORT)
+                best = best if is_worth_it else at
         self.told = Told(int(sizes[best]), float(times_s[best]), wanted_s, float(rates[best]), floor > highest)
         return self.take(int(sizes[best]))
 
+    def _is_due(self, is_broken: bool, *, is_far: bool) -> bool:
+        """Whether what is wrong with the size in use has been so for long enough, or is wrong enough."""
+        self._n_broken = self._n_broken + 1 if is_broken else 0
+        return is_far or (self._n_broken >= N_BROKEN and self._n_held >= HOLD_SHORT)
+
     def take(self, size: int) -> int:
         """Note that `size` is taken."""
-        self._n_held = self._n_held + 1 if size == self.last else 0
+        is_same = size == self.last
+        self._n_held = self._n_held + 1 if is_same else 0
+        self._n_broken = self._n_broken if is_same else 0
         self.last = size
         return size

@@ -189,10 +189,10 @@ class PrefillGate:
         """What it decided last, and whether the share or the latency did."""
         return self._budgets.report if self._budgets is not None else {}
 
-    def learn(self, n_ubatch: int, solo_tps: float = 0.0) -> None:
-        """Look at what steps take from now on. `solo_tps`: a prompt's rate by itself, where it is known already."""
+    def learn(self, n_ubatch: int, solo_tps: float = 0.0, solo_depth: float = 0.0) -> None:
+        """Look at what steps take from now on. `solo_tps`: a prompt's rate by itself, at a mean position of `solo_depth`."""
         self._budgets = Budgets(n_ubatch, self.limits, self.chunk)
-        self._budgets.solo.tps = solo_tps
+        self._budgets.solo.tps, self._budgets.solo.depth = solo_tps, solo_depth
 
     def _in_turn(self, arrived: list[Sequence]) -> list[Sequence]:
         """Arrival order; in every second step that has both, short prompts before the longer ones that came earlier."""
