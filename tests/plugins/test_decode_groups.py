@@ -38,6 +38,7 @@ class Device:
 
 CPU = Device("CPU", "cpu", "", "CPU")
 TWO = [Device("CUDA0", device_id="01:00"), Device("CUDA1", device_id="02:00"), CPU]
+THREE = [*TWO, Device("CUDA2", device_id="03:00")]
 
 
 def config_of(n_parallel: int = 5, **model: Any) -> Config:
@@ -70,11 +71,25 @@ def context_of(config: Config, devices: list[Device], **options: Any) -> Context
 
 
 def test_auto_makes_a_group_for_each_stage_and_a_context_for_prompts() -> None:
-    context = context_of(config_of(), TWO)
+    context = context_of(config_of(4), TWO)
     assert (context.n_groups, context.n_prefill_slots, context.n_ubatch_decode) == (2, 1, 16)
-    assert layout_of(context).groups == (range(0, 3), range(3, 5))
-    assert layout_of(context).prefill == range(5, 6)
-    assert context_of(config_of(2), [*TWO, Device("CUDA2", device_id="03:00")]).n_groups == 2  # not more than slots
+    assert layout_of(context).groups == (range(0, 2), range(2, 4))
+    assert layout_of(context).prefill == range(4, 5)
+    assert context_of(config_of(2), THREE).n_groups == 2  # not more than slots
+
+
+@pytest.mark.parametrize(
+    ("n_slots", "devices", "n"),
+    [(2, TWO, 2), (4, TWO, 2), (5, TWO, 3), (16, TWO, 3), (5, THREE, 3), (6, THREE, 3), (7, THREE, 4)],
+)
+def test_auto_makes_one_group_more_where_slots_are_many(n_slots: int, devices: list[Device], n: int) -> None:
+    assert context_of(config_of(n_slots), devices).n_groups == n
+
+
+def test_auto_makes_one_group_on_one_device_however_many_slots() -> None:
+    with pytest.raises(Unavailable, match="one device holds all layers"):
+        context_of(config_of(64), [TWO[0], CPU])
+    assert context_of(config_of(64), [TWO[0], CPU], prefill_slots=1).n_groups == 1
 
 
 def test_numbers_are_taken_as_given() -> None:
@@ -103,11 +118,11 @@ def test_it_says_why_it_is_off(config: Config, options: dict[str, Any], words: s
 
 def test_contexts_share_an_rpc_server_only_where_the_library_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(rpc=("a:1", "b:1"))
-    assert context_of(config, [CPU]).n_groups == 2
+    assert context_of(config, [CPU]).n_groups == 3
     monkeypatch.setattr("llamamg_plugins.decode_groups.has_patch", lambda name: False)
     with pytest.raises(Unavailable, match="llamamg build"):
         DecodeGroups().configure(config, [CPU])
-    assert context_of(config_of(), TWO).n_groups == 2  # no server, no matter
+    assert context_of(config_of(), TWO).n_groups == 3  # no server, no matter
 
 
 def test_a_unified_cache_is_refused() -> None:
