@@ -88,6 +88,7 @@ def measure(stage: CacheStage, args: argparse.Namespace) -> dict[str, Any]:
         "restore_s": [stage.restore_alone() for _ in range(3)],
         **copy_floor(device, n_bytes),
     }
+    stage.empty_slot()
     warm = stage.first_token(stage.session())
     stage.begin_decoding()
     gaps: dict[str, list[float]] = {"alone": [], "save": [], "restore": [], "libllama save": [], "libllama restore": []}
@@ -150,6 +151,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{what}: {mb / 1e3 / best:.2f} GB/s with nobody there{part}; beside decoders {1e3 * beside:.0f} ms"
         )
+    lines.append("(a save lasts until rows and state are in host memory, a restore until the first batch behind it)")
     cold = result["cold"]["ttft_s"]
     lines.append(f"first token: computed {1e3 * cold:.0f} ms")
     for name, text in (("warm", "from memory"), ("restart", "from disk after a restart")):

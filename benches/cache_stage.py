@@ -97,28 +97,39 @@ class CacheStage:
         return int(rows + state)
 
     def save_alone(self) -> float:
-        """Seconds."""
+        """Seconds until all of the session, its state too, is in host memory."""
+        self._until(lambda: self.cache.settled())
         self.cache.forget()
         started = time.perf_counter()
         self.cache.save(self.slot)
-        copying = self.slot.copying
-        if copying is None or not copying.wait(STUCK_S):
-            raise BenchError("the session was not saved")
+        while not self.cache.settled():
+            if time.perf_counter() - started > STUCK_S:
+                raise BenchError("the session was not saved")
+            time.sleep(0.0001)
         took = time.perf_counter() - started
-        self.cache.settled()
+        if self.cache.n_bytes < len(self.slot.tokens) * self.engine.cells.layout.n_row_bytes:  # type: ignore[union-attr]
+            raise BenchError("the session was not saved")
         return took
 
     def restore_alone(self) -> float:
-        """Seconds until the request could begin."""
-        self.engine.scheduler.clear(self.slot)
+        """Seconds from the request to its first batch, of the few tokens that are left to be computed."""
+        self.empty_slot()
         request = self.session()
-        started = time.perf_counter()
         self.engine.submit(request)
         self._until(lambda: self._is_over(request))
         self._check(request)
-        took = next(t for t, event in self._events[request.id] if isinstance(event, Started)) - started
         self._until(self._idle)
-        return took
+        return self._waited(request)
+
+    def empty_slot(self) -> None:
+        """The session's slot holds nothing."""
+        self._until(lambda: self.cache.settled())
+        self.engine.scheduler.clear(self.slot)
+
+    def _waited(self, request: Request) -> float:
+        """Seconds from the making of a request that is over to its first batch."""
+        finished = next(event for _, event in self._events[request.id] if isinstance(event, Finished))
+        return finished.timings.queue_ms / 1e3
 
     def _check(self, request: Request) -> None:
         n_cached = next(event.n_cached for _, event in self._events[request.id] if isinstance(event, Started))
@@ -162,9 +173,8 @@ class CacheStage:
         self.steps(1)
         begin, started = len(self._stamps()), time.perf_counter()
         self.cache.save(self.slot)
-        self._until(self._idle)
-        took = time.perf_counter() - started
         self._until(lambda: self.cache.is_settled)
+        took = time.perf_counter() - started
         self.steps(2)
         return self._gaps(begin), took
 
@@ -173,13 +183,13 @@ class CacheStage:
         self.engine.scheduler.clear(self.slot)
         request = self.session()
         self.engine.submit(request)
-        begin, started = len(self._stamps()), time.perf_counter()
+        begin = len(self._stamps())
         self._until(lambda: self._is_over(request))
         self._check(request)
         began = next(t for t, event in self._events[request.id] if isinstance(event, Started))
         stamps = [t for t in self._stamps()[max(0, begin - 1) :] if t < began]
         self._until(self._idle)
-        return [b - a for a, b in itertools.pairwise(stamps)], began - started
+        return [b - a for a, b in itertools.pairwise(stamps)], self._waited(request)
 
     # -- as libllama does it, on the loop
 

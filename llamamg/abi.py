@@ -90,6 +90,22 @@ void *  mg_fence_new(void * ctx);
 int32_t mg_fence_wait(void * fence);
 void    mg_fence_free(void * fence);
 
+struct mg_cuda {
+    void * copy_2d;
+    void * record;
+    void * wait;
+};
+struct mg_copy {
+    void *   target;
+    void *   source;
+    uint64_t target_pitch;
+    uint64_t source_pitch;
+    uint64_t width;
+    uint64_t height;
+};
+int32_t mg_copies(const struct mg_cuda * cuda, int32_t to_host, const struct mg_copy * copies, int32_t n,
+                  uint64_t n_part_bytes, void * stream, void * const * events, int32_t n_events);
+
 struct mg_qsa {
     uint64_t n_native;
     uint64_t n_fallback;

@@ -72,6 +72,11 @@ class NativeCells(Cells):
         else:
             self.layout = BlockLayout(tuple((p.type, p.n_bytes, p.n_columns) for p in planes))
 
+    @property
+    def native(self) -> Abi:
+        """The library that the contexts belong to."""
+        return self._mg
+
     def _at(self, seq_id: int) -> tuple[Any, int]:
         address, local = self._locate(seq_id)
         return ffi.cast("void *", address), local

@@ -122,7 +122,7 @@ class AsyncCache:
             type=int,
             default=0,
             minimum=0,
-            help="threads that copy; 0: one, and four where the cache is on a GPU",
+            help="threads that copy; 0: one, two where the cache is on a GPU, four if there is a --cache-disk besides",
             env=("LLAMA_STATE_XFER_THREADS",),
         )
         options.add(
@@ -185,7 +185,8 @@ class AsyncCache:
         self._copier, self._way = copier, f"{copier.name}: {why}"
         n_max = self.ram * MIB if self.ram >= 0 else 1 << 60
         on_host = all(plane.device == "" for plane in cells.planes(0))
-        n_threads = self.threads or (1 if on_host else min(4, os.cpu_count() or 1))
+        # Two keep a GPU's copies going; checking what comes from disk takes more.
+        n_threads = self.threads or (1 if on_host else min(4 if self.disk else 2, os.cpu_count() or 1))
         pinned = getattr(copier, "pinned", None) if self.stage_mb else None
         if pinned is not None:
             pinned.reserve(n_threads)
@@ -248,6 +249,11 @@ class AsyncCache:
     def is_copying(self) -> bool:
         """Whether anything is kept here."""
         return self._tree is not None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of main memory in use."""
+        return 0 if self._tree is None else self._tree.n_bytes
 
     @property
     def way(self) -> str:

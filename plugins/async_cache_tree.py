@@ -85,10 +85,11 @@ class Tree:
         """The longest cached prefix: its blocks in order, and how many tokens it has (the last block may be used in part)."""
         path: list[Node] = []
         node, n = self.root, 0
+        tokens = np.ascontiguousarray(tokens, np.int32)
         while n < len(tokens):
             rest = tokens[n : n + N_ROWS]
             child = node.full.get(digest(rest)) if len(rest) == N_ROWS else None
-            if child is not None and np.array_equal(child.tokens, rest):
+            if child is not None and child.tokens.tobytes() == rest.tobytes():
                 path.append(child)
                 node, n = child, n + N_ROWS
                 continue

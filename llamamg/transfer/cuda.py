@@ -6,18 +6,27 @@ What is computed into the rows has ended before a copy begins: the transfer wait
 from __future__ import annotations
 
 import ctypes
-import itertools
+import logging
 import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy, runs
+from llamamg.transfer.driver import N_PARTS, Copy, DriverCopies
 from llamamg.transfer.job import Piece, Work
 from llamamg.transfer.pinned import Pinned
 
-CHUNK_BYTES = 32 << 20  # on its way at once; a cut waits for it, about 1 ms
+log = logging.getLogger(__name__)
+CHUNK_BYTES = 32 << 20  # of blocks that are not page-locked, or of a state
+GROUP_BYTES = 16 << 20  # of page-locked blocks; a cut waits for it, about 0.3 ms
+WORK_BYTES = 64 << 20
+N_TURNS = 2  # threads whose copies are on their way at once, in a direction: that keeps the device busy
 D2H, H2D = 2, 1  # cudaMemcpyKind
+Planes = list[tuple[Plane, int]]  # with the offset of each in a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +42,54 @@ class Run:
 
 
 class CudaCopier:
-    """One work for each 32 MiB. `cupy` is the module; tests give a stand-in."""
+    """Works of many blocks, copied some planes at a time. `cupy` is the module; tests give a stand-in.
+
+    `driver` makes the copies of a chunk in one call; without it cupy makes them one by one.
+    """
 
     name = "cupy"
 
-    def __init__(self, cells: Cells, cupy: Any, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._cells, self.cupy, self._chunk_bytes = cells, cupy, chunk_bytes
+    def __init__(
+        self, cells: Cells, cupy: Any, chunk_bytes: int = CHUNK_BYTES, driver: DriverCopies | None = None
+    ) -> None:
+        self._cells, self.cupy, self._driver = cells, cupy, driver
         self.layout = cells.layout
-        n_block = max(1, self.layout.n_block_bytes)
-        self._n_most = max(1, chunk_bytes // n_block)  # blocks of a work
-        self.state_chunk_bytes = max(chunk_bytes, n_block)
+        self.n_row_bytes, self._n_block_bytes = cells.layout.n_row_bytes, max(1, cells.layout.n_block_bytes)
+        self._n_most = max(1, chunk_bytes // self._n_block_bytes)  # blocks of a work
+        self._n_most_pinned = max(1, WORK_BYTES // self._n_block_bytes)
+        self.state_chunk_bytes = max(chunk_bytes, self._n_block_bytes)
         self.pinned = Pinned(cupy, self.state_chunk_bytes)
         self._streams: dict[tuple[int, bool], Any] = {}
+        self._own = threading.local()  # events of a thread, by device
         self._lock = threading.Lock()
-        self._planes: dict[int, list[tuple[Plane, int]]] = {}
+        self._turns = {to_host: threading.Semaphore(N_TURNS) for to_host in (True, False)}
+        self._planes: dict[int, list[tuple[int, Plane, int]]] = {}
+        self._groups: dict[tuple[int, int], list[dict[int, Planes]]] = {}
 
-    def planes(self, seq_id: int) -> list[tuple[Plane, int]]:
-        """Each plane of a sequence with the number of its CUDA device."""
+    def planes(self, seq_id: int) -> list[tuple[int, Plane, int]]:
+        """Each plane of a sequence with the number of its CUDA device before it, and its offset in a block behind it."""
         known = self._planes.get(seq_id)
         if known is None:
-            known = [(plane, int(plane.device.removeprefix("CUDA"))) for plane in self._cells.planes(seq_id)]
+            known, offset = [], 0
+            for plane in self._cells.planes(seq_id):
+                known.append((int(plane.device.removeprefix("CUDA")), plane, offset))
+                offset += N_ROWS * plane.n_row_bytes
             self._planes[seq_id] = known
+        return known
+
+    def groups(self, seq_id: int, n_blocks: int) -> list[dict[int, Planes]]:
+        """Neighbouring planes by device, of which so many blocks have about GROUP_BYTES."""
+        known = self._groups.get((seq_id, n_blocks))
+        if known is None:
+            known, size = [], GROUP_BYTES
+            for device, plane, offset in self.planes(seq_id):
+                n_bytes = n_blocks * N_ROWS * plane.n_row_bytes
+                if size and size + n_bytes > GROUP_BYTES:
+                    known.append({})
+                    size = 0
+                known[-1].setdefault(device, []).append((plane, offset))
+                size += n_bytes
+            self._groups[seq_id, n_blocks] = known
         return known
 
     def stream(self, device: int, to_host: bool) -> Any:
@@ -63,61 +99,78 @@ class CudaCopier:
                 self._streams[device, to_host] = self.cupy.cuda.Stream(non_blocking=True)
             return self._streams[device, to_host]
 
+    def events(self, device: int) -> list[Any]:
+        """Events of this thread on a device, which must be the current one."""
+        if not hasattr(self._own, "events"):
+            self._own.events = {}
+        if device not in self._own.events:
+            self._own.events[device] = [self.cupy.cuda.Event(block=True, disable_timing=True) for _ in range(N_PARTS)]
+        return self._own.events[device]  # type: ignore[no-any-return]
+
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
         """As Copier's; called on the engine thread."""
-        self.planes(seq_id)
-        n = self._n_most
-        return [
-            CudaWork(self, self.layout.n_row_bytes, seq_id, to_host, tuple(pieces[i : i + n]))
-            for i in range(0, len(pieces), n)
-        ]
+        made: list[Work] = []
+        begin = 0
+        while begin < len(pieces):
+            area, end = self.pinned.area(pieces[begin].block), begin + 1
+            # What is read from disk first goes in small works: a cut waits for that.
+            n_most = self._n_most if area < 0 or pieces[begin].prepare is not None else self._n_most_pinned
+            while end < len(pieces) and end - begin < n_most and self.pinned.area(pieces[end].block) == area:
+                end += 1
+            made.append(CudaWork(self, seq_id, to_host, tuple(pieces[begin:end]), area >= 0))
+            begin = end
+        return made
 
-    def copy(self, seq_id: int, to_host: bool, pieces: Seq[Piece], limit: int) -> None:
-        """Copy what of the pieces lies below `limit`, through page-locked memory where the blocks are not."""
-        merged: list[Run] = []
-        others: list[Piece] = []
-        for area, together in itertools.groupby(pieces, lambda piece: self.pinned.area(piece.block)):
-            if area < 0:
-                others += (piece for piece in together if piece.pos < limit)
+    def copy_direct(self, seq_id: int, to_host: bool, group: dict[int, Planes], merged: Seq[Run]) -> None:
+        """Copy planes of page-locked blocks, and wait for that."""
+        with self._turns[to_host]:
+            events = []
+            for device, planes in group.items():
+                copies = [copy for plane, at in planes for run in merged for copy in copies_of(plane, at, run, to_host)]
+                with self.cupy.cuda.Device(device):
+                    events += self._begin(device, to_host, copies)
+            for event in events:
+                event.synchronize()
+
+    def _begin(self, device: int, to_host: bool, copies: list[Copy]) -> list[Any]:
+        """Copies of one device; what is to be waited for."""
+        stream, events = self.stream(device, to_host), self.events(device)
+        driver = self._driver
+        if driver is not None:
+            events[0].record(stream)  # by the runtime, which makes its context this thread's for the driver
+            error = driver.run(to_host, copies, stream.ptr, [event.ptr for event in events])
+            if not error:
+                return []
+            self._driver = None
+            log.warning("the driver makes no copies by itself (error %d): cupy makes them one by one", error)
+        runtime, kind = self.cupy.cuda.runtime, D2H if to_host else H2D
+        for c in copies:
+            if c.height == 1:
+                runtime.memcpyAsync(c.target, c.source, c.width, kind, stream.ptr)
             else:
-                merged += merge(tuple(together), limit)
-        if merged:
-            self._copy_runs(seq_id, to_host, merged)
-        if not others:
-            return
-        size = self.layout.n_block_bytes
+                runtime.memcpy2DAsync(
+                    c.target, c.target_pitch, c.source, c.source_pitch, c.width, c.height, kind, stream.ptr
+                )
+        events[0].record(stream)
+        return events[:1]
+
+    def copy_bounced(self, seq_id: int, to_host: bool, pieces: Seq[Piece], limit: int) -> None:
+        """Copy what of the pieces lies below `limit`, through page-locked memory."""
+        pieces = [piece for piece in pieces if piece.pos < limit]
+        size = self._n_block_bytes
         with self.pinned.bounce() as buffer:
             base = int(buffer.ctypes.data)
-            on_the_way = [Piece(p.pos, p.cells, base + i * size, p.row) for i, p in enumerate(others)]
+            on_the_way = [Piece(p.pos, p.cells, base + i * size, p.row) for i, p in enumerate(pieces)]
             if not to_host:
-                for piece, way in zip(others, on_the_way, strict=True):
+                for piece, way in zip(pieces, on_the_way, strict=True):
                     ctypes.memmove(way.block, piece.block, size)
-            self._copy_runs(seq_id, to_host, merge(on_the_way, limit))
+            merged = merge(on_the_way, limit)
+            for group in self.groups(seq_id, len(pieces)):
+                self.copy_direct(seq_id, to_host, group, merged)
             if to_host:
-                for piece, way in zip(others, on_the_way, strict=True):
+                for piece, way in zip(pieces, on_the_way, strict=True):
                     n = min(limit - piece.pos, len(piece.cells))
                     move_rows(self.layout, way.block, piece.block, piece.row, n)
-
-    def _copy_runs(self, seq_id: int, to_host: bool, merged: Seq[Run]) -> None:
-        """Queue the copies of all planes on their devices and wait for them."""
-        runtime, events = self.cupy.cuda.runtime, []
-        kind = D2H if to_host else H2D
-        by_device: dict[int, list[tuple[Plane, int]]] = {}
-        offset = 0  # of the plane in a block
-        for plane, device in self.planes(seq_id):
-            by_device.setdefault(device, []).append((plane, offset))
-            offset += N_ROWS * plane.n_row_bytes
-        for device, planes in by_device.items():
-            with self.cupy.cuda.Device(device):
-                stream = self.stream(device, to_host)
-                for plane, at in planes:
-                    for run in merged:
-                        _queue(runtime, plane, at, run, to_host, kind, stream.ptr)
-                event = self.cupy.cuda.Event(block=True, disable_timing=True)
-                event.record(stream)
-                events.append(event)
-        for event in events:
-            event.synchronize()
 
     def copy_state(self, copying: StateCopy, address: int, begin: int, end: int, to_host: bool) -> None:
         """As Copier's, through page-locked memory."""
@@ -142,32 +195,33 @@ def move_rows(layout: BlockLayout, source: int, target: int, row: int, n: int) -
             at += N_ROWS * n_bytes
 
 
-@dataclass(slots=True, eq=False)
 class CudaWork:
-    """Several pieces in one go."""
+    """Several pieces, all or none of them in one piece of page-locked memory."""
 
-    copier: CudaCopier
-    n_row_bytes: int
-    seq_id: int
-    to_host: bool
-    pieces: tuple[Piece, ...]
-    start: int = 0
-    end: int = 0
-    n_chunks: int = 1
-    n_bytes: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.start = min(piece.pos for piece in self.pieces)
-        self.end = max(piece.pos + len(piece.cells) for piece in self.pieces)
-        self.n_bytes = self.n_row_bytes * sum(len(piece.cells) for piece in self.pieces)
+    def __init__(self, copier: CudaCopier, seq_id: int, to_host: bool, pieces: tuple[Piece, ...], pinned: bool) -> None:
+        self._copier, self._seq_id, self._to_host, self.pieces = copier, seq_id, to_host, pieces
+        self.start, self.end = pieces[0].pos, pieces[-1].pos + len(pieces[-1].cells)
+        self.n_bytes = copier.n_row_bytes * sum(len(piece.cells) for piece in pieces)
+        self._groups = copier.groups(seq_id, len(pieces)) if pinned else []
+        self.n_chunks = max(1, len(self._groups))
+        self._merged: list[Run] = []
+        self._limit = 0  # of what is merged
 
     def copy(self, chunk: int, limit: int) -> None:
-        for piece in self.pieces:
-            if piece.prepare is not None and piece.pos < limit:
-                piece.prepare()
-        self.copier.copy(self.seq_id, self.to_host, self.pieces, limit)
+        """As Work's: some planes of all blocks, or everything where it is not page-locked."""
+        if chunk == 0:
+            for piece in self.pieces:
+                if piece.prepare is not None and piece.pos < limit:
+                    piece.prepare()
+        if not self._groups:
+            self._copier.copy_bounced(self._seq_id, self._to_host, self.pieces, limit)
+            return
+        if limit != self._limit:
+            self._merged, self._limit = merge(self.pieces, limit), limit
+        self._copier.copy_direct(self._seq_id, self._to_host, self._groups[chunk], self._merged)
 
     def finish(self, limit: int) -> None:
+        """As Work's."""
         for piece in self.pieces:
             n = min(limit - piece.pos, len(piece.cells))
             if piece.done is not None and n > 0:
@@ -176,6 +230,8 @@ class CudaWork:
 
 def merge(pieces: Seq[Piece], limit: int) -> list[Run]:
     """The runs of cells below `limit`; whole blocks behind each other whose addresses are evenly spaced become one run."""
+    if (one := _one_run(pieces, limit)) is not None:
+        return [one]
     merged: list[Run] = []
     for piece in pieces:
         for at, cell, n in runs(piece.cells[: max(0, limit - piece.pos)]):
@@ -186,6 +242,21 @@ def merge(pieces: Seq[Piece], limit: int) -> list[Run]:
             else:
                 merged.append(run)
     return merged
+
+
+def _one_run(pieces: Seq[Piece], limit: int) -> Run | None:
+    """As merge, quickly, for the common case of whole blocks that are all one run."""
+    first, n = pieces[0], len(pieces)
+    pitch = pieces[1].block - first.block if n > 1 else 0
+    if pitch < 0 or (n > 1 and pitch == 0) or pieces[-1].pos + N_ROWS > limit:
+        return None
+    for i, piece in enumerate(pieces):
+        if piece.row or len(piece.cells) != N_ROWS or piece.block != first.block + i * pitch:
+            return None
+    cells = np.concatenate([piece.cells for piece in pieces])
+    if not (cells[1:] - cells[:-1] == 1).all():
+        return None
+    return Run(int(cells[0]), N_ROWS, first.block, 0, n, pitch)
 
 
 def _end_block(run: Run) -> int:
@@ -199,25 +270,22 @@ def _follows(last: Run, run: Run) -> bool:
     return is_whole and pitch > 0 and is_even and run.cell == last.cell + N_ROWS * last.n_blocks
 
 
-def _queue(runtime: Any, plane: Plane, at: int, run: Run, to_host: bool, kind: int, stream: int) -> None:
+def copies_of(plane: Plane, at: int, run: Run, to_host: bool) -> Iterator[Copy]:
     """One plane of one run. Rows of a plane follow each other on the device over all blocks of the run."""
+    size = plane.n_bytes
     if plane.n_columns == 1:
-        size = plane.n_bytes
-        device, host = plane.data + run.cell * size, run.block + at + run.row * size
         width = run.n * size
-        if run.n_blocks == 1:
-            runtime.memcpyAsync(host if to_host else device, device if to_host else host, width, kind, stream)
-            return
-        a, b = (host, run.pitch), (device, width)
-        target, source = (a, b) if to_host else (b, a)
-        runtime.memcpy2DAsync(target[0], target[1], source[0], source[1], width, run.n_blocks, kind, stream)
+        pitch = run.pitch if run.n_blocks > 1 else width
+        host, device = (run.block + at + run.row * size, pitch), (plane.data + run.cell * size, width)
+        yield _between(host, device, to_host, width, run.n_blocks)
         return
     # Transposed: a run of elements in every column.
     for i in range(run.n_blocks):
-        device = plane.data + (run.cell + i * N_ROWS) * plane.n_bytes
-        host = run.block + i * run.pitch + at + run.row * plane.n_bytes
-        a, b = (host, N_ROWS * plane.n_bytes), (device, plane.n_cells * plane.n_bytes)
-        target, source = (a, b) if to_host else (b, a)
-        runtime.memcpy2DAsync(
-            target[0], target[1], source[0], source[1], run.n * plane.n_bytes, plane.n_columns, kind, stream
-        )
+        host = (run.block + i * run.pitch + at + run.row * size, N_ROWS * size)
+        device = (plane.data + (run.cell + i * N_ROWS) * size, plane.n_cells * size)
+        yield _between(host, device, to_host, run.n * size, plane.n_columns)
+
+
+def _between(host: tuple[int, int], device: tuple[int, int], to_host: bool, width: int, height: int) -> Copy:
+    target, source = (host, device) if to_host else (device, host)
+    return Copy(target[0], source[0], target[1], source[1], width, height)

@@ -47,5 +47,8 @@ def pick_copier(cells: Cells) -> tuple[Copier, str]:
     if cupy is None:
         return HostCopier(cells), f"the cache is on {', '.join(sorted(devices - {''}))}; no cupy: {reason}"
     from llamamg.transfer.cuda import CudaCopier
+    from llamamg.transfer.driver import DriverCopies
 
-    return CudaCopier(cells, cupy), "asynchronous copies by cupy"
+    driver = DriverCopies.load(getattr(cells, "native", None))
+    way = "cupy, many in a call" if driver is not None else "cupy"
+    return CudaCopier(cells, cupy, driver=driver), f"asynchronous copies by {way}"

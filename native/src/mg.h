@@ -177,6 +177,29 @@ MG_API void *  mg_fence_new(void * ctx);
 MG_API int32_t mg_fence_wait(void * fence);
 MG_API void    mg_fence_free(void * fence);
 
+// The driver's functions of one process, by address: cuMemcpy2DAsync_v2, cuEventRecord and cuEventSynchronize.
+struct mg_cuda {
+    void * copy_2d;
+    void * record;
+    void * wait;
+};
+
+// `height` rows of `width` bytes; from one row to the next it is so many bytes.
+struct mg_copy {
+    void *   target;
+    void *   source;
+    uint64_t target_pitch;
+    uint64_t source_pitch;
+    uint64_t width;
+    uint64_t height;
+};
+
+// Any thread on which the device of `stream` is the current one. Copy between it and page-locked memory, and wait for
+// that: n_events parts of about n_part_bytes are on their way at once, since copies of a decode queue up behind them.
+// 0; the driver's error, and then all that was begun is over or will never be; -1.
+MG_API int32_t mg_copies(const struct mg_cuda * cuda, int32_t to_host, const struct mg_copy * copies, int32_t n,
+                         uint64_t n_part_bytes, void * stream, void * const * events, int32_t n_events);
+
 // ---- native QSA ----------------------------------------------------------------------------------------------------
 
 struct mg_qsa {

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from llamamg.blocks import N_ROWS, BlockLayout, Plane, runs
-from llamamg.transfer import HostCopier, Piece, StateWork, Transfer, Workers
+from llamamg.transfer import HostCopier, Piece, StateWork, Transfer, Workers, cuda
 from llamamg.transfer.cuda import CudaCopier, Run, merge
+from llamamg.transfer.driver import Copy
 from llamamg.transfer.host import plane_groups
 from llamamg.transfer.pick import pick_copier, way_of
 
@@ -180,6 +181,7 @@ class FakeCupy:
         class Event:
             def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
                 self.stream: Any = None
+                self.ptr = id(self)
 
             def record(self, stream: Stream) -> None:
                 assert stream.ptr % 1000 == outer.runtime.device, "an event of another device"
@@ -238,6 +240,73 @@ def rows_of(block: Any, n: int) -> list[Any]:
 def device() -> tuple[DeviceCells, FakeCupy, CudaCopier]:
     cells, cupy = DeviceCells(), FakeCupy()
     return cells, cupy, CudaCopier(cells, cupy)
+
+
+class Driver:
+    """DriverCopies over main memory; `error` is what it answers, having copied nothing then."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.n_calls = error, 0
+
+    def run(self, to_host: bool, copies: list[Copy], stream: int, events: list[int]) -> int:
+        self.n_calls += 1
+        assert stream > 0
+        assert len(set(events)) == len(events) > 1
+        for c in copies if not self.error else ():
+            for i in range(c.height):
+                ctypes.memmove(c.target + i * c.target_pitch, c.source + i * c.source_pitch, c.width)
+        return self.error
+
+
+@pytest.mark.parametrize("error", [0, 201])
+def test_the_driver_copies_and_cupy_where_it_does_not(workers: Workers, error: int, caplog: Any) -> None:
+    cells, cupy, driver = DeviceCells(), FakeCupy(), Driver(error)
+    copier = CudaCopier(cells, cupy, driver=driver)  # type: ignore[arg-type]
+    n_tokens, first = 1000, 7
+    _slab, held = blocks(4, cells.layout, pinned=copier.pinned)
+    where = np.arange(first, first + n_tokens, dtype=np.int32)
+    pieces = [
+        Piece(i * N_ROWS, where[i * N_ROWS : (i + 1) * N_ROWS], int(block.ctypes.data), 0)
+        for i, block in enumerate(held)
+    ]
+    transfer = Transfer(0, True)
+    workers.add(transfer, copier.works(0, True, pieces))
+    transfer.seal()
+    assert transfer.wait(10)
+    assert transfer.error is None
+    for i, block in enumerate(held):
+        expected = cells.expected(pieces[i].cells)
+        for found, part in zip(rows_of(block, len(pieces[i].cells)), expected, strict=True):
+            np.testing.assert_array_equal(found, part)
+    assert driver.n_calls == (1 if error else 2)  # a call for each device
+    assert bool(cupy.runtime.calls) is bool(error)
+    assert ("error 201" in caplog.text) is bool(error)
+
+
+def test_a_chunk_is_some_planes_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a cut waits for a little, and a call copies much; a limit that falls holds for the planes that follow."""
+    monkeypatch.setattr(cuda, "GROUP_BYTES", 4 * N_ROWS * 24)
+    cells, cupy = DeviceCells(), FakeCupy()
+    copier = CudaCopier(cells, cupy)
+    _slab, held = blocks(4, cells.layout, pinned=copier.pinned)
+    pieces = [
+        Piece(i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
+        for i, block in enumerate(held)
+    ]
+    (work,) = copier.works(0, True, pieces)
+    assert work.n_chunks == 3
+    for chunk, limit in enumerate((4 * N_ROWS, 600, 600)):
+        n_before = len(cupy.runtime.calls)
+        work.copy(chunk, limit)
+        assert len(cupy.runtime.calls) - n_before == (1, 2, 3)[chunk]
+    for i, block in enumerate(held):
+        rows, expected = rows_of(block, N_ROWS), cells.expected(pieces[i].cells)
+        np.testing.assert_array_equal(rows[0], expected[0])
+        n = min(max(0, 600 - i * N_ROWS), N_ROWS)
+        np.testing.assert_array_equal(rows[1][:n], expected[1][:n])
+        np.testing.assert_array_equal(rows[2][:, :n], expected[2][:, :n])
+        assert not rows[1][n:].any()
+        assert not rows[2][:, n:].any()
 
 
 def blocks(n: int, layout: BlockLayout, gap: int = 0, pinned: Any = None) -> tuple[Any, list[Any]]:
@@ -313,8 +382,10 @@ def test_cupy_copies_no_two_pieces_of_page_locked_memory_in_one_call(device: Any
         Piece(i * N_ROWS, np.arange(i * N_ROWS, (i + 1) * N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
         for i, block in enumerate(held)
     ]
-    (work,) = copier.works(0, True, pieces)
-    work.copy(0, 4 * N_ROWS)
+    works = copier.works(0, True, pieces)
+    assert [(work.start, work.end) for work in works] == [(0, 2 * N_ROWS), (2 * N_ROWS, 4 * N_ROWS)]
+    for work in works:
+        work.copy(0, 4 * N_ROWS)
     for i, block in enumerate(held):
         expected = cells.expected(np.arange(i * N_ROWS, (i + 1) * N_ROWS))
         for found, part in zip(rows_of(block, N_ROWS), expected, strict=True):
