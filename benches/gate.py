@@ -27,7 +27,7 @@ from llamamg.plugins import PluginSet, discover
 from llamamg.plugins.discovery import Found
 
 from . import program, record
-from .arguments import NO_CACHE, add_results, record_of
+from .arguments import add_results, record_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, with_plugin
 from .gate_measure import Plan, measure
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     n_prompts = max(args.prompts, then[1] if then else 0) + (args.short > 0)
     n_slots = max(args.decoders + args.prompts, sum(then) if then else 0) + (args.short > 0)
     flags = ["-m", str(model), "-np", str(n_slots), "--no-kv-unified", "-c", str(n_slots * _n_ctx(args, policies)),
-             "-lv", "2", *NO_CACHE, *given]  # fmt: skip
+             "-lv", "2", *given]  # fmt: skip
     config = config_of(flags)
     plan = Plan(args, chunks, then)
     result: dict[str, Any] = {

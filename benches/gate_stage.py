@@ -18,12 +18,12 @@ from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingPar
 
 from . import interrupt
 from .errors import BenchError
+from .gate_outliers import Watch, largest, outliers
 from .gate_policy import Policy, Stamp, Switched
 
 STUCK_S = 120.0
 N_SETTLE = 24  # steps without a prompt before each policy
 N_BATCHES = 4  # of a prompt, at least, for a rate
-N_WORST = 5  # of the largest gaps, how many are described
 
 
 class Stage:
@@ -37,6 +37,7 @@ class Stage:
         self._finished: dict[int, float] = {}
         self._tokens: dict[int, list[float]] = {}  # times of the tokens of each session
         self._decoders: list[Request] = []
+        self.watch = Watch(engine)
         engine.deliver = self._arrived
         engine.plugins.start(engine)
 
@@ -172,12 +173,15 @@ class Stage:
         end = max((stamp.at for stamp in stamps if stamp.n_prompt), default=begin)
         n_tokens = sum(stamp.n_prompt for stamp in stamps)
         n_had = min(len(self._tokens[id_]) - mark for id_, mark in marks.items())
-        gaps, worst = self._gaps(marks, end), self._worst(marks, begin, end, stamps)
+        gaps = self._gaps(marks, end)
+        before = [stamp.n_prompt for stamp in Switched.stamps[:first] if stamp.n_prompt][-1:]
+        pairs = self._pairs(marks, end)
         self._cancel([request for request in prompts if request.id not in self._finished])
         row: dict[str, Any] = {
             "gaps_ms": gaps,
             "n_gaps_least": n_had,
-            "worst": worst,
+            "worst": largest(pairs, begin, stamps),
+            "outliers": outliers(pairs, begin, stamps, self.watch.seen, before),
             "chunks": _sizes(stamps),
             "n_tokens": n_tokens,
             "n_prompts_begun": n_begun,
@@ -196,7 +200,7 @@ class Stage:
         """Let a policy decide from now on. A gate in a server has seen prompts before, so it is told their rate."""
         Switched.gate = gate = policy.gate() if policy else None
         if gate:
-            gate.learn(self.engine.runner.n_ubatch, solo_tps, self.n_prompt / 2)
+            gate.learn(self.engine.runner.n_ubatch, solo_tps, self.solo_curve[-1][0] / 2 if self.solo_curve else 0.0)
 
     def _request(self, n_prompt: int, n_predict: int, slot: int, *, stream: bool = False) -> Request:
         n_vocab = self.engine.vocab.n_vocab
@@ -221,18 +225,6 @@ class Stage:
     def _gaps(self, marks: dict[int, int], end: float) -> list[float]:
         return [1e3 * (b - a) for a, b in self._pairs(marks, end)]
 
-    def _worst(self, marks: dict[int, int], begin: float, end: float, stamps: list[Stamp]) -> list[dict[str, Any]]:
-        """The largest gaps: how long, when, and the prompt tokens of the batches that ended meanwhile."""
-        largest = sorted(self._pairs(marks, end), key=lambda pair: pair[0] - pair[1])[:N_WORST]
-        return [
-            {
-                "ms": 1e3 * (b - a),
-                "at_s": a - begin,
-                "chunks": [stamp.n_prompt for stamp in stamps if a < stamp.at <= b and stamp.n_prompt],
-            }
-            for a, b in largest
-        ]
-
     def _tick(self, n: int) -> None:
         """Until each session has had so many more tokens; until so many batches are through where there are none."""
         if not self._decoders:
@@ -248,7 +240,9 @@ class Stage:
     def _step(self, since: float) -> float:
         """A step of the engine; when something last happened."""
         interrupt.check()
-        if self.engine.step():
+        is_done = self.engine.step()
+        self.watch.look(time.perf_counter())
+        if is_done:
             return time.perf_counter()
         if time.perf_counter() - since > STUCK_S:
             raise BenchError(f"nothing happened for {STUCK_S:.0f} s")

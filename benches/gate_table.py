@@ -78,6 +78,23 @@ def _rows(case: Mapping[str, Any]) -> Iterator[str]:
             sizes = "+".join(map(str, worst["chunks"])) or "none"
             when = f"{worst['ms']:.1f} ms after {worst['at_s']:.1f} s"
             yield f"  largest of {row['policy']}: {when}, prompt tokens meanwhile: {sizes}"
+        if "outliers" in row:
+            yield f"  {_outliers(row)}"
+
+
+def _outliers(row: Mapping[str, Any]) -> str:
+    """How many, and how many of them with what."""
+    found = row["outliers"]
+    causes = {
+        "a new size": sum(gap["size_changed"] for gap in found),
+        "the second step of a size": sum(gap["second_of_size"] for gap in found),
+    }
+    for gap in found:
+        for event in gap["events"]:
+            causes[f"a {event}"] = causes.get(f"a {event}", 0) + 1
+    causes["none of these"] = sum(not (gap["size_changed"] or gap["second_of_size"] or gap["events"]) for gap in found)
+    told = ", ".join(f"{n} with {cause}" for cause, n in causes.items() if n)
+    return f"gaps above 1.5x the median: {len(found)}{' (' + told + ')' if told else ''}"
 
 
 def _line(title: str, cells: Iterable[str]) -> str:

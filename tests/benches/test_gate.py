@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from benches import gate
 from benches.errors import BenchError
 from benches.gate_measure import Plan, measure
-from benches.gate_policy import Policy, Switched
+from benches.gate_outliers import Seen, Watch, largest, outliers
+from benches.gate_policy import Policy, Stamp, Switched
 from benches.gate_stage import Stage
 from benches.gate_table import bound, table
 from llamamg.plugins.testing import on
@@ -109,8 +111,40 @@ def test_gaps_are_each_sessions_own() -> None:
     first, second = (request.id for request in stage._decoders)
     stage._tokens = {first: [0.0, 10.0, 20.0, 30.0], second: [5.0, 15.0, 40.0]}
     assert stage._gaps({first: 2, second: 1}, 25.0) == [10_000.0, 10_000.0, 10_000.0, 25_000.0]
-    worst = stage._worst({first: 2, second: 1}, 10.0, 25.0, [])
+    worst = largest(stage._pairs({first: 2, second: 1}, 25.0), 10.0, [])
     assert (worst[0]["ms"], worst[0]["at_s"]) == (25_000.0, 5.0)
+
+
+def test_long_gaps_say_what_happened_in_them() -> None:
+    ends = [1.0, 2.0, 3.0, 5.0, 6.0, 8.0, 9.0, 11.0, 12.0]
+    sizes = [8, 8, 8, 16, 16, 16, 16, 16, 16]
+    stamps = [Stamp(at, 2, size) for at, size in zip(ends, sizes, strict=True)]
+    gaps = [*itertools.pairwise(ends)] * 2  # two sessions whose tokens come together
+    found = outliers(gaps, 1.0, stamps, [Seen(7.5, "checkpoint"), Seen(8.5, "hand-over")])
+    assert [(gap["ms"], gap["at_s"], gap["chunks"]) for gap in found] == [
+        (2000.0, 2.0, [16]),
+        (2000.0, 5.0, [16]),
+        (2000.0, 8.0, [16]),
+    ]
+    assert [gap["size_changed"] for gap in found] == [True, False, False]
+    assert [gap["events"] for gap in found] == [[], ["checkpoint"], []]
+    second = outliers(
+        [(5.0, 8.0), (8.0, 9.0), (9.0, 10.0)], 1.0, [Stamp(4, 2, 8), Stamp(5, 2, 16), Stamp(7, 2, 16)], []
+    )
+    assert [(gap["size_changed"], gap["second_of_size"]) for gap in second] == [(False, True)]
+
+
+def test_checkpoints_and_hand_overs_are_noticed_once(stage: Stage) -> None:
+    slot = stage.engine.slots[1]
+    watch = Watch(stage.engine)
+    watch.look(1.0)
+    slot.checkpoints = [object()]  # type: ignore[list-item]
+    watch.look(2.0)
+    slot.context = 1
+    slot.checkpoints = []
+    watch.look(3.0)
+    watch.look(4.0)
+    assert watch.seen == [Seen(2.0, "checkpoint"), Seen(3.0, "hand-over")]
 
 
 def test_separate_contexts() -> None:
@@ -147,6 +181,7 @@ def test_all_of_it_and_the_table() -> None:
         "1 prompt(s) beside 2 sessions",
         "2 prompt(s) beside 4 sessions",
         "largest of off",
+        "gaps above 1.5x the median: ",
         "prompts only",
     ):
         assert words in text
