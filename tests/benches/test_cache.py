@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,25 @@ from benches.errors import BenchError
 from llamamg.library import Library
 from llamamg.plugins.testing import on
 from llamamg.testing import FakeCells, fake_engine
+from llamamg.transfer import Workers
 from llamamg_plugins.async_cache import AsyncCache
+
+
+def stages(hybrid: bool) -> Iterator[CacheStage]:
+    engine, _, _ = fake_engine(3, n_ctx_slot=1 << 16, plugins=on(AsyncCache), n_batch=512, hybrid=hybrid)
+    engine.vocab.n_vocab = 120  # printable tokens
+    yield CacheStage(engine, n_decoders=2, depth=20, n_tokens=2000)
+    engine.plugins.stop()
 
 
 @pytest.fixture
 def stage() -> Any:
-    engine, _, _ = fake_engine(3, n_ctx_slot=1 << 16, plugins=on(AsyncCache), n_batch=512)
-    engine.vocab.n_vocab = 120  # printable tokens
-    yield CacheStage(engine, n_decoders=2, depth=20, n_tokens=2000)
-    engine.plugins.stop()
+    yield from stages(hybrid=False)
+
+
+@pytest.fixture
+def hybrid() -> Any:
+    yield from stages(hybrid=True)
 
 
 def test_a_session_is_saved_and_restored_round_after_round(stage: CacheStage) -> None:
@@ -44,6 +57,43 @@ def test_a_session_is_saved_and_restored_round_after_round(stage: CacheStage) ->
         assert took > 0
     assert stage.own_save()
     assert stage.own_restore()
+
+
+def test_every_save_alone_copies_all_of_it(hybrid: CacheStage) -> None:
+    """Its time would be that of a part, or of nothing, if it ended before the state was copied or found the session there."""
+    cells, n_copies = hybrid.engine.cells, 0
+    assert isinstance(cells, FakeCells)
+    states = Workers(1)  # as on a GPU: states are copied from their devices by other threads than the rows
+    hybrid.cache._kept._workers, hybrid.cache._kept.n_bytes_max = states, 1 << 20
+    cells.limit_states(1 << 20, 0)
+    hybrid.first_token(hybrid.session())
+
+    def slow() -> None:
+        nonlocal n_copies
+        time.sleep(0.05 if threading.current_thread() in states._threads else 0.0)
+        n_copies += 1
+
+    cells.slow = slow
+    for _ in range(3):
+        before = n_copies
+        hybrid.save_alone()
+        assert n_copies - before >= 8
+        before = n_copies
+        time.sleep(0.1)
+        assert n_copies == before
+    states.stop()
+
+
+def test_a_restore_is_over_before_the_first_batch(stage: CacheStage) -> None:
+    """What its time is made of does not contain the computing of the tokens that are left."""
+    stage.first_token(stage.session())
+    stage.restore_alone()
+    request = stage.session()
+    stage.empty_slot()
+    assert len(stage.slot.tokens) == 0
+    found = stage.first_token(request)
+    assert found["n_cached"] == 1999
+    assert 0 < stage._waited(request) < found["ttft_s"]
 
 
 def test_a_session_that_was_not_restored_is_an_error(stage: CacheStage) -> None:
