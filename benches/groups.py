@@ -108,8 +108,8 @@ class Plan:
             raise BenchError("give one model")
         self._model = model_path(models[0] if models else "demo")
         n_slots = max(self.sessions)
-        # Those that decode first go on while the others' last prompt tokens are computed.
-        n_ctx = n_slots * -(-(max(self.depths) + N_OWN + N_WARM + 2 * args.tokens + 64) // 256) * 256
+        # Those that decode first, or in a faster group, go on until the slowest has its tokens.
+        n_ctx = n_slots * -(-(max(self.depths) + N_OWN + N_WARM + 4 * args.tokens + 256) // 256) * 256
         own = ["-np", str(n_slots), "--no-kv-unified", "-c", str(n_ctx), "-lv", "2", "--ctx-checkpoints", "0"]
         self.flags = ["-m", str(self._model), *own, *NO_CACHE, *given]
         config_of(self.flags)  # what is wrong with them is said before anything is started
