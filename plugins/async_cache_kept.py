@@ -13,6 +13,7 @@ MIB = 1 << 20
 N_LEFT = 1024 * MIB  # bytes that stay free on each device
 N_AUTO = 2048 * MIB
 PART_AUTO = 4  # of what is free
+N_FIRST = 8  # states that memory is taken for at once: each time it takes milliseconds, in which everybody waits
 
 
 def device_bytes(cells: Cells, n_mib: int) -> int:
@@ -30,6 +31,7 @@ class KeptStates:
         self._cells, self._copier, self._workers = cells, copier, workers
         self.n_bytes_max = n_bytes_max
         self._order: list[weakref.ref[KeptState]] = []  # on devices, the one used last at the end
+        self._is_stocked = False
         self.n_taken = self.n_put = 0  # on a device, and back from there
         cells.limit_states(n_bytes_max, N_LEFT if cells.memory_free() else 0)
 
@@ -37,6 +39,8 @@ class KeptStates:
         """The state of a sequence as it is now. Raises NativeError."""
         copying = self._cells.save_state(seq_id)
         if self.detach(copying):
+            if not self._is_stocked:
+                self._stock(seq_id)
             return self._keep(seq_id, copying)
         try:
             data = np.empty(copying.n_bytes, np.uint8)
@@ -44,6 +48,18 @@ class KeptStates:
         finally:
             copying.close()
         return KeptState(copying.n_bytes, data=data)
+
+    def _stock(self, seq_id: int) -> None:
+        """Memory for the states to come, as far as there is room: that of copies that are given up at once."""
+        self._is_stocked = True
+        copies = []
+        for _ in range(N_FIRST - 1):
+            copying = self._cells.save_state(seq_id)
+            copies.append(copying)
+            if not copying.detach():
+                break
+        for copying in copies:
+            copying.close()
 
     def detach(self, copying: Any) -> bool:
         """Give a state memory of its own on its devices, for which others go; False when there is no room."""

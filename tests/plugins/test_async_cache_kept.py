@@ -12,7 +12,7 @@ from cache_server import Server, alone, talk
 
 from llamamg import KeptState
 from llamamg.testing import ask
-from llamamg_plugins.async_cache_kept import device_bytes
+from llamamg_plugins.async_cache_kept import N_FIRST, device_bytes
 
 
 @pytest.fixture
@@ -48,6 +48,31 @@ def test_a_hit_takes_the_state_from_its_device(serve: Callable[..., Server]) -> 
     assert server.n_cached(request) >= 696
     assert server.cache._kept.n_put == 1
     assert server.cells.state_bytes() > 0
+
+
+@pytest.mark.parametrize("n_most", [3, N_FIRST, 100])
+def test_memory_for_the_first_states_is_taken_at_once(serve: Callable[..., Server], n_most: int) -> None:
+    """As many as there is room for; the copies that held it are gone, and not again."""
+    server = serve(1, **{"device-mb": "1"})
+    cells, held = server.cells, []
+    save_state = cells.save_state
+    cells.kv.held[0] = talk(100, 1)
+    cells.limit_states(n_most * 400, 0)
+
+    def save(seq_id: int) -> Any:
+        gc.collect()
+        held.append(len(cells.detached))
+        return save_state(seq_id)
+
+    cells.save_state = save  # type: ignore[method-assign]
+    kept = server.cache._kept
+    first = kept.take(0)
+    assert held == list(range(min(n_most + 1, N_FIRST)))
+    assert on_device(server) == 1
+    second = kept.take(0)
+    assert len(held) == min(n_most + 1, N_FIRST) + 1
+    assert first.device is not None
+    assert second.device is not None
 
 
 @pytest.mark.parametrize("n_bytes", [16_000, 1 << 20])
