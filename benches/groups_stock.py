@@ -114,12 +114,16 @@ class Stock:
         try:
             self._fill(lanes, depth, each)
             errors: list[BaseException] = []
+            all_warm = threading.Barrier(n_contexts)  # none is through before the last one is warm
 
             def work(lane: Lane) -> None:
                 try:
-                    lane.steps(depth, n_tokens + N_WARM)
+                    lane.steps(depth, N_WARM)
+                    all_warm.wait()
+                    lane.steps(depth + N_WARM, n_tokens)
                 except BaseException as error:
                     errors.append(error)
+                    all_warm.abort()
 
             threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
             for thread in threads:
