@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llamamg.abi import Abi, ffi
 
-PART_BYTES = 2 << 20  # some 40 us: what a decode's own small copies wait for
+PART_BYTES = 1 << 20  # at least, mostly one copy of 1 to 2 MiB, some 40 us: what copies of a decode wait for
 N_PARTS = 3  # on their way at once
 FUNCTIONS = ("cuMemcpy2DAsync_v2", "cuEventRecord", "cuEventSynchronize")
 
