@@ -17,13 +17,17 @@ class PlanError(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """Consecutive tokens of one sequence. Logits are wanted for the last `n_logits` of them."""
+    """Consecutive tokens of one sequence. Logits are wanted for the last `n_logits` of them.
+
+    `waits`: what it leaves in the sequence's memory may be read before the next row of it, so it must be computed by then.
+    """
 
     sequence: Sequence
     tokens: Tokens | list[int]
     pos0: int
     n_logits: int
     is_prompt: bool = False
+    waits: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -47,6 +51,11 @@ class Batch:
         """Whether anything is sampled from it."""
         return any(row.n_logits for row in self.rows)
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody needs it to be computed, not only handed to a device."""
+        return any(row.waits for row in self.rows)
+
     def halves(self) -> tuple[Batch, Batch]:
         """The batch cut in two near its middle, a long row too: the way out when the KV cache has no room for all of it."""
         room = max(1, self.n_tokens // 2)
@@ -57,7 +66,7 @@ class Batch:
                 room -= len(row)
             elif room > 0 and row.n_logits <= len(row) - room:
                 head.rows.append(Row(row.sequence, row.tokens[:room], row.pos0, 0, row.is_prompt))
-                tail.rows.append(Row(row.sequence, row.tokens[room:], row.pos0 + room, row.n_logits, row.is_prompt))
+                tail.rows.append(Row(row.sequence, row.tokens[room:], row.pos0 + room, row.n_logits, row.is_prompt, row.waits))
                 room = 0
             else:
                 tail.rows.append(row)

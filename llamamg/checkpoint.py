@@ -65,6 +65,15 @@ class CheckpointPolicy:
         is_last_user = bool(starts) and begin == starts[-1]
         return not checkpoints or is_last_user or near_end or begin > checkpoints[-1].n_tokens + self.min_step
 
+    def may_follow(self, sequence: Sequence, end: int, *, is_cut: bool) -> bool:
+        """Whether a snapshot may be made when tokens up to `end` of the prompt are computed, and more of it is to come."""
+        n_prompt = sequence.n_prompt
+        if not self.active or end >= n_prompt:
+            return False
+        if end in self._stops(n_prompt) or end in sequence.request.user_starts:
+            return True
+        return not is_cut and n_prompt <= end + 2 * self.n_ubatch
+
     def make(self, slot: Slot, n_tokens: int, request_id: int) -> None:
         """Snapshot `slot`, which holds `n_tokens`."""
         pos_min, pos_max = self.kv.pos_min(slot.seq_id), self.kv.pos_max(slot.seq_id)

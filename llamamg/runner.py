@@ -134,6 +134,10 @@ class ModelRunner:
     def settle(self) -> None:
         pass
 
+    def synchronize(self) -> None:
+        """Wait until the device has computed everything handed to it."""
+        self._llama.llama_synchronize(self.context)
+
     def wake(self) -> None:
         pass
 

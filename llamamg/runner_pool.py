@@ -200,6 +200,10 @@ def _compute(runner: ModelRunner, batch: Batch) -> tuple[Batch, Any]:
     """On the context's thread: the batch and its result, which may be an exception."""
     try:
         runner.submit(batch)
-        return batch, runner.collect()
+        done = runner.collect()
+        if batch.waits:
+            # Else the engine's thread would wait for it, and with it everybody who decodes in another context.
+            runner.synchronize()
+        return batch, done
     except Exception as error:
         return batch, error

@@ -264,3 +264,29 @@ def test_a_small_batch_makes_them_as_llama_server_does() -> None:
     engine.submit(ask("x" * 100, n_predict=1, id_slot=0))
     run(engine)
     assert len(engine.slots[0].checkpoints) > 2
+
+
+@pytest.mark.parametrize("budget", [None, 3, 16])
+@pytest.mark.parametrize("n_prompt", [20, 90, 200])
+def test_what_comes_before_a_snapshot_is_waited_for(n_prompt: int, budget: int | None) -> None:
+    """With small batches too; and a batch far from the end is not, so that the next one can be handed over behind it."""
+    rules = policy()
+    seq = sequence(n_prompt, starts=(n_prompt // 3,))
+    begin, is_cut, waited = 0, False, []
+    while begin < n_prompt:
+        room = budget or 16
+        end = rules.stop_at(seq, begin, min(begin + room, n_prompt))
+        ends_early = budget is not None and end == begin + room < n_prompt
+        if begin and rules.wanted(seq, begin, end, is_cut=is_cut or ends_early):
+            assert waited[-1], f"the snapshot at {begin} would wait"
+            rules.make(seq.slot, begin, seq.request.id)
+        rules.kv.held[0] = [0] * end
+        waited.append(rules.may_follow(seq, end, is_cut=ends_early))
+        begin, is_cut = end, ends_early
+    assert not waited[-1], "nothing follows the last batch"
+    if n_prompt == 200:
+        assert waited.count(True) < len(waited) / 2 + 1
+
+
+def test_nothing_is_waited_for_where_no_snapshot_is_needed() -> None:
+    assert not policy(hybrid=False).may_follow(sequence(20), 16, is_cut=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llamamg import hookimpl
-from llamamg.batch import Batch
+from llamamg.batch import Batch, Row
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.errors import BatchError
 from llamamg.guard import Guard
@@ -34,6 +34,7 @@ class Gated:
     def __init__(self, index: int) -> None:
         self.context, self.gate, self.error = index, threading.Event(), None
         self.closed = self.aborted = False
+        self.device, self.waited_on = threading.Event(), None
         self._batch: Any = None
 
     def submit(self, batch: Any) -> None:
@@ -44,6 +45,10 @@ class Gated:
 
     def collect(self) -> Any:
         return Done(self._batch, [], 0.1)
+
+    def synchronize(self) -> None:
+        self.waited_on = threading.current_thread()
+        assert self.device.wait(20)
 
     def abort(self) -> None:
         self.aborted = True
@@ -86,6 +91,28 @@ def test_what_ends_first_is_collected_first(pool: Callable[..., Any]) -> None:
         assert one.is_free(i)
     assert one.n_in_flight == 0
     assert one.collect() is None
+
+
+def test_a_device_is_waited_for_where_nobody_else_waits(pool: Callable[..., Any]) -> None:
+    """A batch before a checkpoint is done when its device is; the engine's thread collects others meanwhile."""
+    one, runners = pool(2)
+    prompt = Batch([Row(None, [1, 2], 0, 0, is_prompt=True, waits=True)], 0)  # type: ignore[arg-type]
+    decode = batch_of(1)
+    for runner in runners:
+        runner.gate.set()
+    one.submit(prompt)
+    one.submit(decode)
+    assert one.collect().batch is decode
+    assert not one.is_free(0)
+    runners[0].device.set()
+    assert one.collect().batch is prompt
+    assert runners[0].waited_on not in (None, threading.current_thread())
+    assert runners[1].waited_on is None, "nothing of it is read"
+
+
+def test_halves_are_waited_for_where_the_whole_was() -> None:
+    head, tail = Batch([Row(None, [1, 2, 3, 4], 0, 0, is_prompt=True, waits=True)]).halves()  # type: ignore[arg-type]
+    assert (head.waits, tail.waits) == (False, True)
 
 
 def test_a_context_takes_one_batch(pool: Callable[..., Any]) -> None:
