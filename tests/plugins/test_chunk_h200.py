@@ -112,7 +112,7 @@ def simulate(table: dict[int, float], limits: Limits, seed: int, n_steps: int = 
 def test_a_target_is_where_the_99th_percentile_lies(name: str, seed: int) -> None:
     ran = simulate(TABLES[name], Limits(target_s=0.06), seed)
     assert 54 <= np.percentile(ran.ms, 99) <= 68, ran.told()
-    assert ran.n_changes <= 10, ran.told()
+    assert ran.n_changes <= 12, ran.told()
     assert max(ran.ms) <= 60 * SLACK_OF_ONE + 1e3 * CAPTURE_S, ran.told()
     assert np.median(ran.ms) >= 50, ran.told()
 
@@ -128,7 +128,7 @@ def test_a_share_is_what_the_prompt_gets_and_no_more(
     ran = simulate(TABLES[name], Limits(ratio=ratio, min_share=min_share), seed)
     assert min_share <= ran.share <= min_share + 0.04, ran.told()
     assert np.percentile(ran.ms, 99) <= p99_ms, ran.told()
-    assert ran.n_changes <= 8, ran.told()
+    assert ran.n_changes <= 12, ran.told()
 
 
 def main() -> None:
