@@ -13,7 +13,7 @@ FIRST_SLOPE = 0.5  # of a step's time, for each row more, before anything is kno
 FORGET_STEPS = 1000  # a size that was not tried for so long counts as half as costly: it is tried again now and then
 RISK = 0.5  # steps that a draft may be expected to lose by being wrong from the first token on, without credit
 FIRST_WIDTH = 7  # drafted tokens at most, until a sequence has shown that what is found for it comes true
-COME_TRUE = 3.0  # tokens of a round, on average, that are enough for that: fewer are often chance
+COME_TRUE = 3.0  # accepted tokens of a draft, on average, that are enough for that: fewer are often chance
 STAKE = 2.0  # steps that one draft may cost at most, without credit
 NEIGHBOUR_MAX = 1.0  # steps that a sequence that does not draft waits longer at most, whatever its credit
 SURE = 10.0  # tokens that what is known of an earlier request counts as
@@ -134,12 +134,13 @@ class Account:
     credit: float = 0.0
     rounds: int = 0
     accepted_ema: float = 0.0  # accepted tokens of a round
-    is_known: bool = False  # from an earlier request
+    n_drafts: int = 0
+    verified_ema: float = 0.0  # accepted tokens of a draft that was verified
 
     @property
     def width_max(self) -> int:
-        """Wide drafts are for those of whom tokens, drafted or only compared, have come true."""
-        return WIDTHS[-1] if self.is_known or self.accepted_ema >= COME_TRUE else FIRST_WIDTH
+        """Wide drafts are for those whose drafts came true; text that would have come true undrafted proves nothing."""
+        return WIDTHS[-1] if self.verified_ema >= COME_TRUE else FIRST_WIDTH
 
     def rate(self, n_matched: int) -> Rate:
         """The counts of matches of this length."""
@@ -151,6 +152,8 @@ class Account:
         rate = self.rate(n_matched)
         rate.right += n_accepted
         rate.wrong += n_accepted < n_draft
+        self.n_drafts += 1
+        self.verified_ema += max(1 - DECAY, 1 / self.n_drafts) * (n_accepted - self.verified_ema)
         self.count_round(n_accepted)
 
     def begin_guess(self, n_matched: int) -> None:
@@ -170,11 +173,11 @@ class Account:
         self.accepted_ema += weight * (n_accepted - self.accepted_ema)
 
     def heir(self) -> Account:
-        """The account of a request that continues this one's text: the same rates, less sure, and nothing else."""
+        """The account of a request that continues this one's text: the same rates, less sure, and no credit."""
         rates = tuple(
             Rate(r.right * k, r.wrong * k) for r in self.rates for k in [min(1.0, SURE / (r.right + r.wrong))]
         )
-        return Account(rates=rates, is_known=self.width_max > FIRST_WIDTH)  # type: ignore[arg-type]
+        return Account(rates=rates, n_drafts=min(self.n_drafts, 1), verified_ema=self.verified_ema)  # type: ignore[arg-type]
 
     def expected(self, n_matched: int, width: int) -> float:
         """Tokens that a draft of this width is expected to bring: p + p² + … + p^width."""

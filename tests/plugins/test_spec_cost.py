@@ -188,6 +188,7 @@ def test_the_first_drafts_are_narrow_until_one_came_true() -> None:
     flat = times(w1=0.01, w3=0.01, w7=0.01, w15=0.0101, w31=0.0102)
     account = Account(credit=10.0)
     assert widths([Offer(account, 40, LONG)], flat) == [FIRST_WIDTH]
+    account.count_round(8)  # compared, not drafted
     account.learn(LONG, 7, 0)
     account.book(10.0)
     assert widths([Offer(account, 40, LONG)], flat) == [FIRST_WIDTH]
