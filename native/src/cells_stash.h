@@ -52,7 +52,7 @@ public:
         sets s;
         {
             const std::lock_guard<std::mutex> lock(mutex);
-            auto best = kept.end();
+            auto                              best = kept.end();
             for (auto it = kept.begin(); it != kept.end(); ++it) {
                 if (it->used.size() <= 4 * n && (best == kept.end() || distance(*it, n) < distance(*best, n))) {
                     best = it;

@@ -34,11 +34,12 @@ struct kv_take {
     static bool find(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n, int32_t * out);
     // Would place() give cells that are their positions, behind all others of a stream that no other sequence has?
     static bool appends(const llama_kv_cache & cache, llama_seq_id seq, llama_pos pos, int32_t n);
-    // Where appends(cache, seq, 0, n): give an empty sequence cells for as many tokens as is quick; how many, at most n.
+    // Where appends(cache, seq, 0, n): give an empty sequence cells for as many tokens as is quick; how many, at most
+    // n.
     static int32_t adopt(llama_kv_cache & cache, llama_seq_id seq, int32_t n, const llama_token * tokens,
                          uint32_t n_pos);
     // Take all cells from a long sequence whose cells are its positions, in a stream of its own; false for any other.
-    static bool    empty(llama_kv_cache & cache, llama_seq_id seq);
+    static bool empty(llama_kv_cache & cache, llama_seq_id seq);
     // Give a sequence cells for n tokens from pos on, those numbered as their positions where they are free. With
     // `like` the cells are given instead of chosen. n_pos: sections of a position in the model's batches. False, and
     // nothing is done, when there is no room.

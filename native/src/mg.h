@@ -133,8 +133,8 @@ MG_API int32_t mg_cells_appends(void * ctx, int32_t seq, int32_t pos, int32_t n)
 // room.
 MG_API int32_t mg_cells_place(void * ctx, int32_t seq, int32_t pos, int32_t n, const int32_t * tokens,
                               int32_t * out_cells);
-// As mg_cells_place(ctx, seq, 0, ...) for as many of n tokens as can be given cells at once, where mg_cells_appends says
-// 1: how many, perhaps 0, or -1.
+// As mg_cells_place(ctx, seq, 0, ...) for as many of n tokens as can be given cells at once, where mg_cells_appends
+// says 1: how many, perhaps 0, or -1.
 MG_API int32_t mg_cells_adopt(void * ctx, int32_t seq, int32_t n, const int32_t * tokens);
 // Take the cells from a long sequence, faster than llama_memory_seq_rm, which must follow for all else that it has.
 // Does nothing where that cannot be. How many caches were emptied, or -1.
@@ -155,24 +155,24 @@ MG_API void * mg_state_load(void * ctx, int32_t seq, const void * state, uint64_
 // Any thread. Copy the bytes [begin, end) of the state from the device to `state`, or for mg_state_load from there.
 MG_API int32_t mg_state_copy(void * handle, void * state, uint64_t begin, uint64_t end);
 // Any thread, once nobody copies any more.
-MG_API void    mg_state_free(void * handle);
+MG_API void mg_state_free(void * handle);
 
 // The rows of a state may be swapped by the next batch, so what is not copied by then needs memory of its own on the
 // devices where it lies. For mg_state_save: the state is copied there, queued behind what ctx has to compute. For
 // mg_state_load: mg_state_copy fills that memory, and mg_state_put brings it into a sequence.
 // 0; 1: no room within the limit, and nothing is done; -1.
-MG_API int32_t  mg_state_detach(void * ctx, void * handle);
+MG_API int32_t mg_state_detach(void * ctx, void * handle);
 // Put a detached state, as often as wanted, into a sequence of this or another context of the model whose cells are
 // there. 0, or -1: refused, and then the sequence must be removed.
-MG_API int32_t  mg_state_put(void * ctx, int32_t seq, void * handle);
+MG_API int32_t mg_state_put(void * ctx, int32_t seq, void * handle);
 // Bytes that detached states of this process may take, over all devices (0 at first), and bytes they leave on each.
-MG_API void     mg_state_limit(uint64_t n_bytes, uint64_t n_left);
+MG_API void mg_state_limit(uint64_t n_bytes, uint64_t n_left);
 // Bytes they have, with what is kept for the next ones.
 MG_API uint64_t mg_state_held(void);
 
 // A mark behind all that ctx has been given to compute: rows and states copied after mg_fence_wait are those that it
 // computes. NULL on an error.
-MG_API void *  mg_fence_new(void * ctx);
+MG_API void * mg_fence_new(void * ctx);
 // Any thread.
 MG_API int32_t mg_fence_wait(void * fence);
 MG_API void    mg_fence_free(void * fence);

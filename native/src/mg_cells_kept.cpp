@@ -1,5 +1,6 @@
 // States in memory of their own on the devices where they lie: taken from a sequence, and put into one, by copies that
-// are queued behind what its context computes. Rows of a sequence may move with every batch, so this is done between two.
+// are queued behind what its context computes. Rows of a sequence may move with every batch, so this is done between
+// two.
 #include <algorithm>
 #include <map>
 #include <memory>

@@ -34,7 +34,7 @@ std::optional<state_memory::piece> state_memory::take(ggml_backend_buffer_type_t
     if (n_bytes + size > limit) {
         return std::nullopt;
     }
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+    ggml_backend_dev_t dev    = ggml_backend_buft_get_device(buft);
     size_t             n_free = 0, n_total = 0;
     ggml_backend_dev_memory(dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), &n_free, &n_total);
     if (n_total > 0 && n_free < size + n_left) {

@@ -35,8 +35,8 @@ struct note {
 };
 
 struct pieces {
-    pieces() = default;
-    pieces(const pieces &) = delete;
+    pieces()                           = default;
+    pieces(const pieces &)             = delete;
     pieces & operator=(const pieces &) = delete;
 
     ~pieces() {
