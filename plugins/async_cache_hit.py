@@ -17,6 +17,7 @@ from llamamg_plugins.async_cache_tree import Node, State, Tree
 
 PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
+N_APPEND = 32 * N_ROWS  # where nothing has to be asked about cells; works are made of so many tokens at once
 Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
 
 
@@ -36,6 +37,7 @@ class Hit:
         self.failed: Exception | None = None
         self.n_kept = 0
         self._n_placed = 0
+        self._appends = False  # cells will be positions, and a thread gives them out
         self._tokens = np.concatenate([node.tokens for node in path])[:n_tokens]
         self._fresh: dict[int, Block] = {}  # blocks being read, by the index of their node in the path
         self._state_data: NDArray[np.uint8] | None = None
@@ -103,12 +105,16 @@ class Hit:
 
     def _go_on(self) -> None:
         assert self.transfer is not None
-        if self._n_placed == self.n_kept < self.n_tokens and self._append():
-            self._n_placed = self.n_tokens
+        if self._n_placed == self.n_kept < self.n_tokens:
+            self._append()
         until = time.perf_counter() + (PLACE_ALONE_S if self._is_alone() else PLACE_S)
         while self._n_placed < self.n_tokens and time.perf_counter() < until:
-            end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + N_PLACE)
-            where = self._cells.place(self.slot.seq_id, self._n_placed, self._tokens[self._n_placed : end])
+            n_most = N_APPEND if self._appends else N_PLACE
+            end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + n_most)
+            if self._appends:
+                where = np.arange(self._n_placed, end, dtype=np.int32)
+            else:
+                where = self._cells.place(self.slot.seq_id, self._n_placed, self._tokens[self._n_placed : end])
             pieces = list(self._pieces(self._n_placed, where))
             self._n_placed = end
             self._workers.add(self.transfer, self._copier.works(self.slot.seq_id, False, pieces))
@@ -117,16 +123,13 @@ class Hit:
         if self._state_wanted and self.transfer.error is None:
             self._state_wanted = not self._state_is_put()
 
-    def _append(self) -> bool:
-        """Where cells will be positions: give them out on the threads that copy, and copy everything meanwhile."""
+    def _append(self) -> None:
+        """Where cells will be positions: give them out on the threads that copy, in front of the works that fill them."""
         assert self.transfer is not None
         seq_id, begin, n = self.slot.seq_id, self.n_kept, self.n_tokens - self.n_kept
-        if not self._cells.appends(seq_id, begin, n):
-            return False
-        place = PlaceWork(self._cells, seq_id, self._tokens, begin)
-        pieces = list(self._pieces(begin, np.arange(begin, self.n_tokens, dtype=np.int32)))
-        self._workers.add(self.transfer, [place, *self._copier.works(seq_id, False, pieces)])
-        return True
+        self._appends = self._cells.appends(seq_id, begin, n)
+        if self._appends:
+            self._workers.add(self.transfer, [PlaceWork(self._cells, seq_id, self._tokens, begin)])
 
     def _pieces(self, pos: int, where: NDArray[np.int32]) -> Any:
         end = pos + len(where)

@@ -86,13 +86,15 @@ class Tree:
         path: list[Node] = []
         node, n = self.root, 0
         tokens = np.ascontiguousarray(tokens, np.int32)
+        data = tokens.tobytes()  # once: hundreds of blocks are looked up between two steps of others
         while n < len(tokens):
-            rest = tokens[n : n + N_ROWS]
-            child = node.full.get(digest(rest)) if len(rest) == N_ROWS else None
-            if child is not None and child.tokens.tobytes() == rest.tobytes():
+            block = data[n * tokens.itemsize : (n + N_ROWS) * tokens.itemsize]
+            child = node.full.get(_digest(block)) if n + N_ROWS <= len(tokens) else None
+            if child is not None and child.tokens.tobytes() == block:
                 path.append(child)
                 node, n = child, n + N_ROWS
                 continue
+            rest = tokens[n : n + N_ROWS]
             best, shared = None, 0
             for child in (*node.full.values(), *node.partial):
                 same = common(child.tokens, rest)
@@ -261,7 +263,11 @@ def _may_go(node: Node) -> bool:
 
 def digest(tokens: Tokens) -> bytes:
     """The hash that full blocks are found by."""
-    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+    return _digest(np.ascontiguousarray(tokens, np.int32).tobytes())
+
+
+def _digest(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=16).digest()
 
 
 def common(a: Tokens, b: Tokens) -> int:
