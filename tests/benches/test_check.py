@@ -225,6 +225,7 @@ def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 NOT_HERE = (
     "prefill-pipeline",
+    "expert-tiles",
     "spec",
     "async-cache",
 )  # one device, no kind of drafts, no cache beside recorded batches
