@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=4.0,
-        help="measure fewer pairs where those would take longer in all; starts and rows without an effect come on top (default 4)",
+        default=5.0,
+        help="measure fewer pairs where those would take longer in all; starts and rows without an effect come on top (default 5)",
     )
     add_sizes(parser, DEFAULT_SIZES)
     add_results(parser)
