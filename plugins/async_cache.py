@@ -146,10 +146,10 @@ class AsyncCache:
         if self.ram == 0:
             more = ", and what goes to disk passes through it" if self.disk else ""
             raise Unavailable(f"there is nowhere to keep prompts: --cache-ram is 0{more}")
-        if self.disk:
-            self._lock_folder(Path(self.disk))
         if not config.generation.cache_prompt:
             raise Unavailable("prompts are not reused (--no-cache-prompt)")
+        if self.disk:
+            self._lock_folder(Path(self.disk))
         # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
         self._waits = config.generation.context_shift
 

@@ -211,9 +211,12 @@ def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_mi
     `n_min` tokens.
     """
     n_users = len(offers)
+    narrowest = min(
+        (width for width in WIDTHS if width >= n_min), default=n_min
+    )  # what is asked for at least goes before caution
     best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
     for cap in (width for width in WIDTHS if n_min <= width <= n_max):
-        widths = [width_below(min(offer.length, cap, offer.account.width_max)) for offer in offers]
+        widths = [width_below(min(offer.length, cap, max(offer.account.width_max, narrowest))) for offer in offers]
         if max(widths) < cap:
             break  # no draft is that long
         gains, extra, reason = _who_gains(offers, widths, times)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from cache_server import Server, alone, talk
 
-from llamamg import PluginError
+from llamamg import PluginError, Unavailable
 from llamamg.cli import main
-from llamamg.config import Config, ModelConfig, PluginsConfig
+from llamamg.config import Config, GenerationConfig, ModelConfig, PluginsConfig
 from llamamg.plugins.testing import on
-from llamamg.statefile import StateFile
+from llamamg.statefile import FolderLock, StateFile
 from llamamg.testing import ask
 from llamamg_plugins.async_cache import AsyncCache
 
@@ -219,6 +219,14 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PluginError, match="cache-disk .* cannot be used"):
         on(AsyncCache, options={"async-cache": {"disk": str(tmp_path / "file" / "x")}})
+
+
+def test_a_plugin_that_cannot_be_used_does_not_keep_the_folder(tmp_path: Path) -> None:
+    config = Config(ModelConfig(Path("fake.gguf")), generation=GenerationConfig(cache_prompt=False))
+    plugin = AsyncCache(disk=str(tmp_path))
+    with pytest.raises(Unavailable, match="not reused"):
+        plugin.configure(config)
+    FolderLock(tmp_path).release()  # raises while somebody has it
 
 
 def test_a_folder_belongs_to_one_server(start: Make, tmp_path: Path) -> None:

@@ -196,3 +196,9 @@ def test_the_first_drafts_are_narrow_until_one_came_true() -> None:
     assert widths([Offer(account, 40, LONG)], flat) == [31]
     assert widths([Offer(account.heir(), 40, LONG)], flat) == [31], "a request that continues it is known"
     assert Account().heir().width_max == FIRST_WIDTH
+
+
+def test_a_smallest_width_above_the_first_one_is_drafted_from_the_beginning() -> None:
+    flat = times(w1=0.01, w3=0.01, w7=0.01, w15=0.0101, w31=0.0102)
+    assert choose([Offer(Account(credit=10.0), 40, LONG)], flat, 31, 0.03, n_min=12)[0] == [15]
+    assert choose([Offer(Account(credit=10.0), 14, LONG)], flat, 31, 0.03, n_min=12)[0] == [0], "too short a draft"
