@@ -10,6 +10,7 @@ the end every value computes the same prompt from nothing, and its logits are co
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "switch": args.switch,
             "values": values,
             "depth": args.depth,
+            "cuda_graphs": stage.cuda_graphs,
             "rows": rows,
             "closeness": stage.compare(values, args.compare),
             "record": record_of(config.build, Path(model)),
@@ -115,6 +117,12 @@ class Stage:
         self._rng = np.random.default_rng(3)
         self._n_vocab = engine.vocab.n_vocab
         self._n_past: dict[int, int] = {}
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps may be recorded and replayed: what a switch changes in kernels alone is not seen then."""
+        on_cuda = any(device.backend == "CUDA" for device in self._mg.devices())
+        return on_cuda and "GGML_CUDA_DISABLE_GRAPHS" not in os.environ
 
     def time(self, parts: Sequence[tuple[int, bool]], values: Sequence[int], args: Any) -> list[dict[str, Any]]:
         """For each value the times of its steps in ms, and how many steps used the graph of the one before."""
@@ -218,6 +226,13 @@ def table(result: Mapping[str, Any]) -> str:
         line = f"{row['shape']:<12}" + "".join(f"{ms:>10.2f}" for ms in times)
         lines.append(line + "".join(f"{ms / times[0]:>10.3f}" for ms in times[1:]) + f"   {reused}")
     lines.append("")
+    if result.get("cuda_graphs"):
+        lines.append(
+            "CUDA graphs were on: one that was recorded under another value is replayed as it is, unless the switch makes"
+        )
+        lines.append(
+            "another graph. Equal times and bits prove nothing; set GGML_CUDA_DISABLE_GRAPHS=1 for kernels that it changes."
+        )
     for one in result["closeness"][1:]:
         same = "the same bits" if one["same_bits"] else f"KL at most {one['kl']:.2g}, top 1 agrees {one['top1']:.0%}"
         lines.append(f"logits of {one['value']} against {values[0]}: {same}")

@@ -40,6 +40,9 @@ def test_a_switch_that_changes_what_is_computed_is_seen(tmp_path: Path, micro_mo
     assert [one["n_reused"] for one in mixed["values"]] == [0, 6], "two ubatches a step, each with a graph of its own"
     assert result["closeness"][1]["same_bits"], "that switch is exact"
     assert "1+p8" in steps.table(result)
+    assert result["cuda_graphs"] is False, "there is no CUDA device here"
+    assert "GGML_CUDA_DISABLE_GRAPHS=1" not in steps.table(result)
+    assert "GGML_CUDA_DISABLE_GRAPHS=1" in steps.table({**result, "cuda_graphs": True})
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path, micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
