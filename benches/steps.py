@@ -231,7 +231,7 @@ def table(result: Mapping[str, Any]) -> str:
             "CUDA graphs were on: one that was recorded under another value is replayed as it is, unless the switch makes"
         )
         lines.append(
-            "another graph. Equal times and bits prove nothing; set GGML_CUDA_DISABLE_GRAPHS=1 for kernels that it changes."
+            "another graph. Equal times prove nothing then: set GGML_CUDA_DISABLE_GRAPHS=1 where it changes kernels."
         )
     for one in result["closeness"][1:]:
         same = "the same bits" if one["same_bits"] else f"KL at most {one['kl']:.2g}, top 1 agrees {one['top1']:.0%}"
