@@ -1,90 +1,28 @@
 """llamamg: a plugin-based runtime layer on llama.cpp's Python binding.
 
-What a plugin needs is here; nothing native is loaded by importing it.
+The names of `llamamg.api` are here; they are imported when the first one is used, so that a program starts at once.
 """
 
-from llamamg.batch import Batch, Plan, Row, StepState
-from llamamg.blocks import N_ROWS, BlockLayout, Cells
-from llamamg.config import Config
-from llamamg.decisions import Admit, Defer, Fail, PrefixHit, Reject, Retry, Shrink
-from llamamg.draft_index import Draft, DraftIndex, DraftRule
-from llamamg.facts import (
-    affordable_rollback,
-    architecture,
-    has_lookup,
-    has_patch,
-    has_switch,
-    keeps_state,
-    n_experts,
-    n_stages,
-    native_count,
-    qsa_stats,
-    set_switch,
-)
-from llamamg.guard import Guard
-from llamamg.hookspecs import hookimpl
-from llamamg.kept import KeptState, host_bytes
-from llamamg.kvcache import Removal
-from llamamg.plugins import Options, PluginError, Unavailable, plugin
-from llamamg.request import FinishReason, Request, SamplingParams, Timings
-from llamamg.sequence import Sequence, SequenceState
-from llamamg.slot import Checkpoint, Slot
-from llamamg.transfer import Copier, Piece, PlaceWork, StateWork, Transfer, Work, Workers, pick_copier
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "N_ROWS",
-    "Admit",
-    "Batch",
-    "BlockLayout",
-    "Cells",
-    "Checkpoint",
-    "Config",
-    "Copier",
-    "Defer",
-    "Draft",
-    "DraftIndex",
-    "DraftRule",
-    "Fail",
-    "FinishReason",
-    "Guard",
-    "KeptState",
-    "Options",
-    "Piece",
-    "PlaceWork",
-    "Plan",
-    "PluginError",
-    "PrefixHit",
-    "Reject",
-    "Removal",
-    "Request",
-    "Retry",
-    "Row",
-    "SamplingParams",
-    "Sequence",
-    "SequenceState",
-    "Shrink",
-    "Slot",
-    "StateWork",
-    "StepState",
-    "Timings",
-    "Transfer",
-    "Unavailable",
-    "Work",
-    "Workers",
-    "affordable_rollback",
-    "architecture",
-    "has_lookup",
-    "has_patch",
-    "has_switch",
-    "hookimpl",
-    "host_bytes",
-    "keeps_state",
-    "n_experts",
-    "n_stages",
-    "native_count",
-    "pick_copier",
-    "plugin",
-    "qsa_stats",
-    "set_switch",
-]
+if TYPE_CHECKING:
+    from llamamg.api import *  # noqa: F403
+    from llamamg.api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") and name != "__all__":  # questions of the import system
+            raise AttributeError(name)
+        from importlib import import_module
+
+        api = import_module("llamamg.api")
+        if name != "__all__" and name not in api.__all__:
+            raise AttributeError(f"module 'llamamg' has no attribute {name!r}")
+        value = globals()[name] = getattr(api, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
+
 __version__ = "0.1.0"

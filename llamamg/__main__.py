@@ -2,6 +2,6 @@
 
 import sys
 
-from llamamg.cli import main
+from llamamg.start import main
 
 sys.exit(main())

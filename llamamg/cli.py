@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from llamamg.start import quiet_interrupt
+
 # name -> (module with add_arguments(parser) and run(args) -> int, one line about it)
 COMMANDS = {
     "plugins": ("llamamg.plugin_cli", "list plugins and their options"),
@@ -50,7 +52,8 @@ def _dispatch(rest: list[str]) -> int:
         print(f"llamamg {__version__}")
         return 0
     if name == SERVE[0]:
-        from llamamg.options.command import run as serve
+        with quiet_interrupt():
+            from llamamg.options.command import run as serve
 
         return serve(rest)
     if name not in COMMANDS:
@@ -58,7 +61,8 @@ def _dispatch(rest: list[str]) -> int:
         hint = f" did you mean {near[0]}?" if near else ""
         print(f"llamamg: error: there is no command {name!r};{hint} `llamamg --help` lists them", file=sys.stderr)
         return 1
-    module = import_module(COMMANDS[name][0])
+    with quiet_interrupt():
+        module = import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"llamamg {name}", description=module.__doc__)
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(rest)) or 0)

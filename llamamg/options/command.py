@@ -19,33 +19,40 @@ from llamamg.options.resolve import parse
 from llamamg.options.table import Table
 from llamamg.plugins import PluginSet, discover
 from llamamg.plugins.selection import select
+from llamamg.start import quiet_interrupt
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until stopped; the exit status. Raises the errors that `llamamg.cli` prints."""
+    with quiet_interrupt():  # most of it imports
+        prepared = _prepare(arguments)
+        if prepared is None:
+            return 0
+        server = import_module("llamamg.server.run")
+    return int(server.serve(*prepared) or 0)
+
+
+def _prepare(arguments: Sequence[str]) -> tuple[Config, PluginSet] | None:
+    """Options become a config and its plugins; None where help or the version was asked for, and printed."""
     found = discover()
     table = Table(declared_options(found))
     parsed = parse(arguments, os.environ, table, found)
     if parsed.want == "help":
         print(help_text(table), end="")
-        return 0
+        return None
     if parsed.want == "version":
         print(f"llamamg {__version__}")
-        return 0
+        return None
     for note in parsed.notes:
         print(f"llamamg: note: {note}", file=sys.stderr)
     config = parsed.config
     assert config is not None
-    select(
-        config.plugins, found
-    )  # unknown, broken and conflicting plugins are said now, not after the library is loaded
-    open_model(config.model.path)  # the same for a missing, foreign or truncated file
+    # Unknown, broken and conflicting plugins are said now, not after the library is loaded; so is a bad model file.
+    select(config.plugins, found)
+    open_model(config.model.path)
     if parsed.json_schema:
         config = with_grammar(config, parsed.json_schema)
-    plugins = PluginSet.discover(config.plugins)
-    server = import_module("llamamg.server.run")
-    status = server.serve(config, plugins)
-    return int(status or 0)
+    return config, PluginSet.discover(config.plugins)
 
 
 def with_grammar(config: Config, schema: str) -> Config:
