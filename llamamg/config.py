@@ -51,6 +51,7 @@ class ContextConfig:
     checkpoint_min_step: int = 8192
     n_outputs_max: int = 0  # 0: slots x (1 + draft width)
     n_draft_max: int = 0  # draft width of one slot; plugins that draft raise it in `configure`
+    draft_types: tuple[str, ...] = ()  # what drafts are made of, as clients are told; the same plugins name it
     n_rs_seq: int = 0
     swa_full: bool = False
     offload_kqv: bool = True

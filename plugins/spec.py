@@ -89,7 +89,8 @@ class Spec:
         if why := self._drafts_nothing(n_max):
             raise Unavailable(f"nothing would ever be drafted: {why}")
         self.n_max = n_max
-        context = replace(config.context, n_draft_max=max(config.context.n_draft_max, n_max))
+        n_draft_max, types = max(config.context.n_draft_max, n_max), tuple(kind.name for kind in self.kinds)
+        context = replace(config.context, n_draft_max=n_draft_max, draft_types=types)
         config = replace(config, context=context)
         if keeps_state(config) and context.n_rs_seq == 0:
             n_back = self._rollback(config, devices)

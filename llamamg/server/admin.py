@@ -80,7 +80,11 @@ class Admin:
         """GET /props."""
         service, engine = self._service, self._service.ready()
         server, generation, model = service.config.server, service.config.generation, engine.model
-        more = {"n_predict": generation.n_predict, "n_keep": generation.n_keep}
+        more = {
+            "n_predict": generation.n_predict,
+            "n_keep": generation.n_keep,
+            "speculative_types": service.speculative_types(),  # llama-server says none here, whatever it drafts
+        }
         out: dict[str, Any] = {
             "default_generation_settings": {
                 "params": settings_json(generation.sampling, more, brief=True),
@@ -120,7 +124,7 @@ class Admin:
         views = self._service.ready().slot_views()
         if call.query("fail_on_no_slot") and all(view.is_processing for view in views):
             raise ApiError(503, "no slot available")
-        speculative = self._service.config.context.n_draft_max > 0
+        speculative = self._service.speculative_types() != "none"
         await call.answer(orjson.dumps([_slot(view, speculative) for view in views]))
 
     async def metrics(self, call: Call) -> None:

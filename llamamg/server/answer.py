@@ -82,8 +82,11 @@ class TokenTexts:
 class Dialect(ABC):
     """Renders the events of one HTTP request. `delta`, `progress`, `last` and `end` are SSE bytes, `whole` is a JSON body."""
 
-    def __init__(self, prepared: Prepared, model: str, fingerprint: str, texts: TokenTexts) -> None:
+    def __init__(
+        self, prepared: Prepared, model: str, fingerprint: str, texts: TokenTexts, speculative_types: str = "none"
+    ) -> None:
         self.prepared, self.model, self.fingerprint, self.texts = prepared, model, fingerprint, texts
+        self.speculative_types = speculative_types
         self.id, self.created = completion_id(), int(time.time())
 
     @abstractmethod
@@ -108,7 +111,11 @@ class Dialect(ABC):
 
     def settings(self, part: Part, brief: bool = False) -> dict[str, Any]:
         """`generation_settings`, or `params` of /slots."""
-        more = {**self.prepared.limits, "stream": self.prepared.stream}
+        more = {
+            **self.prepared.limits,
+            "stream": self.prepared.stream,
+            "speculative_types": self.speculative_types,
+        }
         return settings_json(part.sampling, more, brief)
 
     def tail(self, part: Part, event: Finished) -> bytes:

@@ -82,8 +82,10 @@ class OpenAi(Dialect):
     object_whole: str
     object_chunk: str
 
-    def __init__(self, prepared: Prepared, model: str, fingerprint: str, texts: TokenTexts) -> None:
-        super().__init__(prepared, model, fingerprint, texts)
+    def __init__(
+        self, prepared: Prepared, model: str, fingerprint: str, texts: TokenTexts, speculative_types: str = "none"
+    ) -> None:
+        super().__init__(prepared, model, fingerprint, texts, speculative_types)
         self._close = b'],"created":%d,"id":%b,"model":%b,"system_fingerprint":%b,"object":%b' % (
             self.created,
             orjson.dumps(self.id),

@@ -27,7 +27,9 @@ async def post(service: Service, call: Call, kind: Kind) -> None:
         await call.answer(prepared.answer)
         return
     engine = service.ready()
-    dialect = DIALECTS[kind](prepared, service.model_name, service.fingerprint, service.texts)
+    dialect = DIALECTS[kind](
+        prepared, service.model_name, service.fingerprint, service.texts, service.speculative_types()
+    )
     writer = Writer(call.send, lambda: exchange.abandon())
     exchange = Exchange(dialect, parts_of(prepared), writer, call.headers)
     watch = asyncio.ensure_future(call.disconnected())

@@ -109,6 +109,12 @@ class Service:
             raise ApiError(503, "The engine has stopped after an error; see the server's log and restart it")
         return self.engine
 
+    def speculative_types(self) -> str:
+        """`speculative.types`: what drafts are made of now. llama-server lists its kinds behind its default, which is none."""
+        if self.engine is None or not self.engine.plugins.hooks.draft:
+            return "none"
+        return ",".join(("none", *(self.config.context.draft_types or ("unknown",))))
+
     async def prepare(self, kind: Kind, chunks: Sequence[bytes]) -> Prepared:
         """Parse, check and tokenize a body, wherever its size says. Raises ApiError."""
         size = sum(len(chunk) for chunk in chunks)

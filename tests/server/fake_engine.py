@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llamamg.config import Config, GenerationConfig, ModelConfig, ServerConfig
+from llamamg.hooks import Hooks
 from llamamg.plugins import PluginError
 from llamamg.request import Delta, Event, Failed, Finished, FinishReason, Progress, Request, Started, Timings, TokenProb
 from llamamg.server.prepare import PrepareContext
@@ -112,6 +113,7 @@ class FakePlugins:
 
     def __init__(self) -> None:
         self._views = {"gate": FakePluginView("gate"), "fixed": FakePluginView("fixed", toggle="restart")}
+        self.hooks = Hooks()
         self.toggled_on: set[str] = set()  # names of the threads that toggled
 
     def views(self) -> list[FakePluginView]:

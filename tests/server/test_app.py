@@ -156,3 +156,14 @@ def test_stopping_server_takes_no_more_requests(server: Running) -> None:
     response = server.post("/completion", {"prompt": "a"})
     assert response.status_code == 503
     assert "shutting down" in response.json()["error"]["message"]
+
+
+def test_drafts_of_a_plugin_that_names_no_kind() -> None:
+    engine = FakeEngine()
+    engine.plugins.hooks.draft = (lambda sequence, limit: None,)
+    with running(engine) as server:
+        params = server.client.get("/props").json()["default_generation_settings"]["params"]
+        assert params["speculative.types"] == "none,unknown"
+        engine.plugins.hooks.draft = ()
+        params = server.client.get("/props").json()["default_generation_settings"]["params"]
+        assert params["speculative.types"] == "none"

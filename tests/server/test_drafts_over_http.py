@@ -95,7 +95,27 @@ def test_what_is_told_of_drafts(server: Running) -> None:
     per_position = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
     assert [now[f'{per_position}{{position="{i}"}}'] for i in range(7)] == after["accepted_per_position"]
     assert now['llamamg:plugin_effect_total{plugin="spec"}'] == after["accepted"]
-    assert all(slot["speculative"] for slot in server.client.get("/slots").json())
+    assert on["generation_settings"]["speculative.types"] == "none,suffix"  # as llama-server writes it
+    assert off["generation_settings"]["speculative.types"] == "none"
+
+
+def told(server: Running) -> tuple[str, set[bool]]:
+    """What /props and /slots say of drafts."""
+    params = server.client.get("/props").json()["default_generation_settings"]["params"]
+    return params["speculative.types"], {slot["speculative"] for slot in server.client.get("/slots").json()}
+
+
+def test_a_toggle_changes_what_is_told(server: Running) -> None:
+    assert told(server) == ("none,suffix", {True})
+    toggle(server, False)
+    assert told(server) == ("none", {False})
+    toggle(server, True)
+    assert told(server) == ("none,suffix", {True})
+
+
+def test_a_slot_tells_of_the_kind_its_request_had(server: Running) -> None:
+    server.post("/completion", {**BODY, "id_slot": 0})
+    assert server.client.get("/slots").json()[0]["params"]["speculative.types"] == "none,suffix"
 
 
 @pytest.mark.parametrize("n_predict", [0, 1, 2, 3])
