@@ -1,7 +1,7 @@
 """The graph of a step's decoding rows survives the prompt beside them: neither is built anew in every step.
 
-The work is native: a switch that gives a context another scheduler for small ubatches. This class turns it and reads a
-counter.
+The work is native: a switch that gives a context another scheduler for small ubatches, and one that says which ubatches of
+a prompt CUDA records. This class turns them and reads a counter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, native_count, plugin
 
 SWITCH = "small-graphs"
+RECORD = "record-rows"
 
 
 @plugin(
@@ -26,8 +27,9 @@ SWITCH = "small-graphs"
 class SmallGraphs:
     """`effect` counts ubatches whose graph was still there though another one had been computed since."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, record_below: int = 32) -> None:
         self.n_graph = count
+        self.record_below = record_below
         self._n_before = self._count()
 
     @staticmethod
@@ -41,7 +43,7 @@ class SmallGraphs:
 
     @hookimpl
     def register_options(self, options: Options) -> None:
-        """How many, where drafts and sessions make more than one shape."""
+        """How many, where drafts and sessions make more than one shape; and which of a prompt's are worth recording."""
         options.add(
             "count",
             type=int,
@@ -49,6 +51,14 @@ class SmallGraphs:
             minimum=1,
             help="graphs of small ubatches that a context keeps beside its own, 8 at most: one for each shape of ubatch "
             "that takes turns with others. Each costs compute buffers for 64 tokens",
+        )
+        options.add(
+            "record-below",
+            type=int,
+            default=32,
+            minimum=0,
+            help="CUDA: a prompt's ubatches of so many tokens or more are launched kernel by kernel; smaller ones are "
+            "recorded as a graph, as upstream does with all (0)",
         )
 
     @hookimpl
@@ -60,4 +70,4 @@ class SmallGraphs:
     @hookimpl
     def native_switches(self) -> Mapping[str, Any]:
         """Off is upstream, bit for bit."""
-        return {SWITCH: self.n_graph}
+        return {SWITCH: self.n_graph, RECORD: self.record_below}

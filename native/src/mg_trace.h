@@ -28,6 +28,7 @@ enum mg_trace_what {
     MG_TRACE_BEGIN,      // device: its queue has reached the split
     MG_TRACE_END,        // device: its queue is past the split
     MG_TRACE_TILED,  // host: the tile of a product with experts is narrower than the ubatch; id: rows it is made for
+    MG_TRACE_EAGER,  // host: a CUDA device is given a graph kernel by kernel, by record-rows; id: tokens of the ubatch
     MG_TRACE_COUNT
 };
 

@@ -14,7 +14,7 @@ from llamamg.library import Library
 from llamamg.loading import load
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Finished, Request, SamplingParams
-from llamamg_plugins.small_graphs import SWITCH, SmallGraphs
+from llamamg_plugins.small_graphs import RECORD, SWITCH, SmallGraphs
 
 
 def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,23 +28,27 @@ def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_asks_for_a_switch_that_the_library_has(library: Library) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
-    plugin = SmallGraphs(count=3)
+    plugin = SmallGraphs(count=3, record_below=48)
     plugin.configure(Config(ModelConfig(Path("model.gguf"))))
-    assert plugin.native_switches() == {SWITCH: 3}
-    assert SWITCH in {switch.name for switch in library.mg.switches()}
+    assert plugin.native_switches() == {SWITCH: 3, RECORD: 48}
+    assert {SWITCH, RECORD} <= {switch.name for switch in library.mg.switches()}
     assert facts.native_count("spared") >= 0
 
 
-def test_the_number_of_graphs_is_an_option(library: Library) -> None:
-    def made(count: str) -> PluginSet:
-        plugins = PluginSet.discover(PluginsConfig(enable=(SWITCH,), only=True, options={SWITCH: {"count": count}}))
+def test_the_number_of_graphs_and_what_is_recorded_are_options(library: Library) -> None:
+    def made(**options: str) -> PluginSet:
+        given = {SWITCH: {name.replace("_", "-"): value for name, value in options.items()}}
+        plugins = PluginSet.discover(PluginsConfig(enable=(SWITCH,), only=True, options=given))
         plugins.configure(Config(ModelConfig(Path("model.gguf"))), [])
         return plugins
 
     if library.patched:
-        assert made("2").native_switches() == {SWITCH: 2}
+        assert made(count="2").native_switches() == {SWITCH: 2, RECORD: 32}
+        assert made(record_below="0").native_switches() == {SWITCH: 1, RECORD: 0}
     with pytest.raises(PluginError, match="count"):
-        made("0")
+        made(count="0")
+    with pytest.raises(PluginError, match="record-below"):
+        made(record_below="-1")
 
 
 def talk(engine: Any, toggle_after: int | None) -> tuple[list[list[int]], int]:
