@@ -28,11 +28,19 @@ class Watched:
         self.told: list[int] = []
         llama = library.llama
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 64, N_UBATCH, 1, 1
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = (
+            256,
+            64,
+            N_UBATCH,
+            1,
+            1,
+        )
         self._is_first = False
         self._watch = type(params.cb_eval)(self._node)
         params.cb_eval = self._watch
-        self.model = llama.llama_model_load_from_file(str(demo.demo_model()).encode(), llama.llama_model_default_params())
+        self.model = llama.llama_model_load_from_file(
+            str(demo.demo_model()).encode(), llama.llama_model_default_params()
+        )
         self.context = llama.llama_init_from_model(self.model, params)
 
     def _node(self, tensor: Any, ask: bool, data: Any) -> bool:

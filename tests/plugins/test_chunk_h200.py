@@ -1,6 +1,7 @@
 """The latency target on a simulated GPU whose step times are those measured on an H200: sizes must change rarely.
 
-A size costs more than its own time there: a graph is built in the first step and captured in the second one.
+A size costs more than its own time there: a graph is built in the first step, and in the second one captured if it is
+small, or if every size is recorded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from llamamg_plugins.chunk_choice import ChunkChoice, Limits
 N_PROMPT = 60_000
 ALONE_S = 0.0103
 CAPTURE_S, BUILD_S = 0.025, 0.005
+RECORD_BELOW, RECORD_ALL = 32, 1 << 20  # tokens from which on nothing is captured
 # Milliseconds of a step with c prompt tokens beside two decoders, hybrid with experts; measured, and with expert tiles.
 MEASURED = {
     1: 12.0,
@@ -65,7 +67,9 @@ def solo_s(n: float) -> float:
     return 0.110 / 512 * n * growth(n / 2)
 
 
-def simulate(table: dict[int, float], limits: Limits, seed: int, n_steps: int = 1500) -> Ran:
+def simulate(
+    table: dict[int, float], limits: Limits, seed: int, n_steps: int = 1500, record_below: int = RECORD_BELOW
+) -> Ran:
     """Two decoders at 20 000 tokens beside a prompt of 60 000, until it is done or after so many steps."""
     rng = random.Random(seed)
     now = 0.0
@@ -86,7 +90,8 @@ def simulate(table: dict[int, float], limits: Limits, seed: int, n_steps: int = 
         ms = 1e3 * ALONE_S
         if n_chunk:
             ms = float(np.interp(n_chunk, list(table), list(table.values()))) * growth(prompt.n_past + n_chunk / 2)
-        elapsed = 1e-3 * ms * rng.gauss(1.0, 0.01) + {1: BUILD_S, 2: CAPTURE_S}.get(n_same, 0.0)
+        once = {1: BUILD_S, 2: CAPTURE_S if n_chunk < record_below else 0.0}.get(n_same, 0.0)
+        elapsed = 1e-3 * ms * rng.gauss(1.0, 0.01) + once
         rows = [Row(s, [1], s.n_past, 1) for s in decoders]
         if n_chunk:
             rows.append(Row(prompt, [1] * n_chunk, prompt.n_past, 0, is_prompt=True))
@@ -109,23 +114,29 @@ def simulate(table: dict[int, float], limits: Limits, seed: int, n_steps: int = 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TABLES)
-def test_a_target_is_where_the_99th_percentile_lies(name: str, seed: int) -> None:
-    ran = simulate(TABLES[name], Limits(target_s=0.06), seed)
-    assert 54 <= np.percentile(ran.ms, 99) <= 68, ran.told()
+@pytest.mark.parametrize(
+    ("record_below", "p99_ms", "once_s"), [(RECORD_ALL, 68, CAPTURE_S), (RECORD_BELOW, 63, BUILD_S)]
+)
+def test_a_target_is_where_the_99th_percentile_lies(
+    record_below: int, p99_ms: float, once_s: float, name: str, seed: int
+) -> None:
+    ran = simulate(TABLES[name], Limits(target_s=0.06), seed, record_below=record_below)
+    assert 54 <= np.percentile(ran.ms, 99) <= p99_ms, ran.told()
     assert ran.n_changes <= 12, ran.told()
-    assert max(ran.ms) <= 60 * SLACK_OF_ONE + 1e3 * CAPTURE_S, ran.told()
+    assert max(ran.ms) <= 60 * SLACK_OF_ONE + 1e3 * once_s, ran.told()
     assert np.median(ran.ms) >= 50, ran.told()
 
 
+@pytest.mark.parametrize("record_below", [RECORD_ALL, RECORD_BELOW])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "ratio", "min_share", "p99_ms"), [
     ("measured", 2.8, 0.32, 86), ("measured", 3.0, 0.30, 80), ("tiles", 2.8, 0.32, 73), ("tiles", 3.0, 0.30, 68),
 ])  # fmt: skip
 def test_a_share_is_what_the_prompt_gets_and_no_more(
-    name: str, ratio: float, min_share: float, p99_ms: float, seed: int
+    name: str, ratio: float, min_share: float, p99_ms: float, seed: int, record_below: int
 ) -> None:
     """The latency wanted cannot be had with it, so the smallest size that is enough goes, and stays."""
-    ran = simulate(TABLES[name], Limits(ratio=ratio, min_share=min_share), seed)
+    ran = simulate(TABLES[name], Limits(ratio=ratio, min_share=min_share), seed, record_below=record_below)
     assert min_share <= ran.share <= min_share + 0.04, ran.told()
     assert np.percentile(ran.ms, 99) <= p99_ms, ran.told()
     assert ran.n_changes <= 12, ran.told()
@@ -134,11 +145,19 @@ def test_a_share_is_what_the_prompt_gets_and_no_more(
 def main() -> None:
     """Print what the tests below bound."""
     for name, table in TABLES.items():
-        for wanted in ({"target_s": 0.06}, {"ratio": 2.8, "min_share": 0.32}, {"ratio": 3.0, "min_share": 0.3}):
+        for wanted, below in itertools.product(
+            (
+                {"target_s": 0.06},
+                {"target_s": 0.03},
+                {"ratio": 2.8, "min_share": 0.32},
+                {"ratio": 3.0, "min_share": 0.3},
+            ),
+            (RECORD_BELOW, RECORD_ALL),
+        ):
             for seed in range(2):
-                ran = simulate(table, Limits(**wanted), seed)
+                ran = simulate(table, Limits(**wanted), seed, record_below=below)
                 sizes, counts = np.unique(ran.chunks, return_counts=True)
-                print(name, wanted, ran.told(), dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
+                print(name, wanted, below, ran.told(), dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
 
 
 if __name__ == "__main__":
