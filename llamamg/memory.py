@@ -1,7 +1,8 @@
 """What a model needs in memory, from the header of its file alone, so that a start that cannot work is refused before loading.
 
 The figures are lower bounds: nothing that would fit is refused. Weights that are mapped from the file live in the page
-cache, which the system can drop, so they are never a reason to refuse.
+cache, which the system can drop, so they are never a reason to refuse; nor are buffers that a context does without where
+they find no room, as those for further graphs of small ubatches.
 """
 
 from __future__ import annotations
