@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from llamamg.statefile import FolderInUse, FolderLock, StateFile, StateFileError
+from llamamg.statefile import FolderInUse, FolderLock, NoStateFile, StateFile, StateFileError
 from llamamg.statefile.lock import NAME
 from llamamg.statefile.write import confined
 
@@ -33,6 +33,14 @@ def run(given: argparse.Namespace) -> int:
     if not given.folder.is_dir():
         print(f"llamamg cache: error: {given.folder} is no folder", file=sys.stderr)
         return 1
+    try:
+        return _do(given)
+    except OSError as error:
+        print(f"llamamg cache: error: {given.folder}: {_reason(error)}", file=sys.stderr)
+        return 1
+
+
+def _do(given: argparse.Namespace) -> int:
     if given.command == "ls":
         return _list(given.folder)
     if given.command == "verify":
@@ -65,8 +73,8 @@ def _list(folder: Path) -> int:
             with StateFile(path) as file:
                 h = file.header
             what = f"{h.n_tokens - h.start:7d} tokens from {h.start:7d}, {len(h.states)} states, {h.model}"
-        except StateFileError as error:
-            what = f"not usable: {error}"
+        except (StateFileError, OSError) as error:
+            what = f"not usable: {_reason(error)}"
         n_files, n_bytes = n_files + 1, n_bytes + status.st_size
         print(f"{path.name}  {status.st_size / MB:9.1f} MB  {used}  {what}")
     print(f"{n_files} files, {n_bytes / MB:.1f} MB")
@@ -85,7 +93,7 @@ def _verify(folder: Path) -> int:
             print(f"{path.name}: good")
         except (StateFileError, OSError) as error:
             n_bad += 1
-            print(f"{path.name}: {error}")
+            print(f"{path.name}: {_reason(error)}")
     print(f"{n_files - n_bad} of {n_files} files are good")
     return 1 if n_bad else 0
 
@@ -107,9 +115,14 @@ def _remove(folder: Path, names: Seq[str], *, everything: bool, damaged: bool) -
     for path in _files(folder) if everything or damaged else ():
         if _is_state_file(path, damaged_only=not everything):
             paths.append(path)
-    for path in paths:
-        path.unlink()
-        print(f"deleted {path.name}")
+    for path in dict.fromkeys(paths):
+        try:
+            path.unlink()
+        except OSError as error:
+            print(f"llamamg cache: {path.name} cannot be deleted: {_reason(error)}", file=sys.stderr)
+            status = 1
+        else:
+            print(f"deleted {path.name}")
     return status
 
 
@@ -118,6 +131,15 @@ def _is_state_file(path: Path, *, damaged_only: bool) -> bool:
         with StateFile(path) as file:
             for _ in file.verify() if damaged_only else ():
                 pass
-    except StateFileError as error:
-        return "no state file" not in str(error)
+    except NoStateFile:
+        return False
+    except StateFileError:
+        return True
+    except OSError as error:
+        print(f"llamamg cache: {path.name} cannot be read: {_reason(error)}", file=sys.stderr)
+        return False
     return not damaged_only
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -63,7 +63,7 @@ def configure(config: Config, devices: Seq[Any]) -> Config | None:
     (`dataclasses.replace`). A plugin that does so cannot be switched on later, only at the start.
     Must not: load anything.
     Raise: `Unavailable(reason)` to stay off. A shipped plugin then stays off by itself; one enabled by name stops the
-    start with the reason.
+    start with the reason. `PluginError(sentence)` where an option asks for what cannot be: it stops the start.
     """
     raise NotImplementedError
 

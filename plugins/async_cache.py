@@ -143,9 +143,10 @@ class AsyncCache:
     @hookimpl
     def configure(self, config: Config) -> None:
         """Nothing to do without memory to keep things in, or without prompts to reuse."""
+        if self.ram == 0 and self.disk:
+            raise PluginError("--cache-disk needs main memory too, through which all passes: --cache-ram is 0")
         if self.ram == 0:
-            more = ", and what goes to disk passes through it" if self.disk else ""
-            raise Unavailable(f"there is nowhere to keep prompts: --cache-ram is 0{more}")
+            raise Unavailable("there is nowhere to keep prompts: --cache-ram is 0")
         if not config.generation.cache_prompt:
             raise Unavailable("prompts are not reused (--no-cache-prompt)")
         if self.disk:
@@ -209,7 +210,7 @@ class AsyncCache:
         assert self._tree is not None
         disk = Disk(
             Path(self.disk),
-            int(self.disk_gb * 1e9),
+            int(min(self.disk_gb * 1e9, 1 << 62)),
             self._tree,
             identity=model_identity(self._engine.config),
             planes=self._cells.layout.planes,

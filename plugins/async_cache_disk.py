@@ -6,11 +6,11 @@ A file whose beginning lies in other files is of no use without them: when one g
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -21,7 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg import N_ROWS
-from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, write_state_file
+from llamamg.statefile import (
+    Header,
+    NoStateFile,
+    OtherVersion,
+    StateFile,
+    StateFileError,
+    StateInfo,
+    check_identity,
+    write_state_file,
+)
 from llamamg.statefile.write import remove_leftovers
 from llamamg_plugins.async_cache_tree import Node, State, Tree
 
@@ -81,13 +90,19 @@ class Disk:
         """Look at what is there. Raises OSError when the folder cannot be used."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
-        found = []
+        found, n_unread = [], 0
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
-            entry = Entry(path, path.stat().st_size, path.stat().st_mtime)
             try:
+                entry = Entry(path, path.stat().st_size, path.stat().st_mtime)
                 with StateFile(path) as file:
                     found.append((file.header, file.tokens(), entry))
-            except (StateFileError, OSError) as error:
+            except (NoStateFile, OSError) as error:  # not ours, or not readable just now: neither is damage
+                log.warning("%s is left alone: %s", path, error)
+                n_unread += 1
+            except OtherVersion as error:
+                log.warning("%s is not used: %s", path, error)
+                self._account(entry)
+            except StateFileError as error:
                 log.warning("%s is deleted: %s", path, error)
                 self.n_bad += 1
                 self._unlink(path)
@@ -97,7 +112,7 @@ class Disk:
             except StateFileError:
                 self._account(entry)  # another model's: not to be read, and the oldest go first all the same
                 continue
-            if self._attach(header, tokens, entry):
+            if self._attach(header, tokens, entry) or n_unread:  # what it is built on may be readable next time
                 self._account(entry)
             else:
                 self._unlink(entry.path)
@@ -160,13 +175,13 @@ class Disk:
         )
         if header.n_file_bytes() > self._n_bytes_max:
             return
-        name = hashlib.blake2b(self._identity.encode() + tokens.tobytes(), digest_size=16).hexdigest() + SUFFIX
         sizes = [len(node.tokens) for node in fresh]
         views = [node.block.view for node in fresh if node.block is not None]
         data = [state.data for state in states]
         for node in fresh:
             node.n_pins += 1
-        entry = Entry(self._folder / name, header.n_file_bytes(), 0.0)
+        # Never a name that was there: blocks know where in which file they lie.
+        entry = Entry(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", header.n_file_bytes(), 0.0)
         self._n_jobs += 1
 
         def job() -> None:
@@ -191,11 +206,6 @@ class Disk:
                 log.warning("a prompt could not be kept in %s: %s", self._folder, error)
             return
         n_block_bytes = N_ROWS * sum(n_bytes * n_columns for _, n_bytes, n_columns in self._planes)
-        same = next((other for other in self.entries if other.path == entry.path), None)
-        if same is not None:  # written over
-            self.entries.remove(same)
-            self.n_bytes -= same.n_bytes
-            self._close(same)
         for i, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
             if node.parent is not None and len(node.tokens) == size:
                 node.stored = Stored(entry, i, n_block_bytes)

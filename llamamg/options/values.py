@@ -196,9 +196,9 @@ def existing_file(value: str) -> Path:
 
 
 def directory(value: str) -> Path:
-    """A folder that exists."""
+    """A folder that exists. An empty text is none, not the folder the program was started in."""
     path = Path(value).expanduser()
-    if not path.is_dir():
+    if not value or not path.is_dir():
         raise ValueError(f"must be a folder that exists; create {value!r} first or name another")
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 from llamamg.plugins.declaration import NAME, PluginError
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}
+N_LARGEST = (1 << 63) - 1  # GET /plugins answers in JSON, whose numbers end there
 BOOLEANS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
 
@@ -48,6 +49,8 @@ class PluginOption:
         except (ValueError, TypeError, KeyError):
             raise self._wrong(text) from None
         if isinstance(value, float) and not math.isfinite(value):
+            raise self._wrong(text)
+        if isinstance(value, int) and abs(value) > N_LARGEST:
             raise self._wrong(text)
         if self.minimum is not None and value < self.minimum:
             raise self._wrong(text)

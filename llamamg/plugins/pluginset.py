@@ -90,6 +90,8 @@ class PluginSet:
                 raise PluginError(f"{name} cannot be enabled here: {error}; start without --enable {name}") from error
             member.reason = str(error)
             return
+        except PluginError:
+            raise  # what the user asked of it cannot be
         except Exception as error:
             if named:
                 sentence = f"{name} failed in configure ({text_of(error)}); start without --enable {name}"

@@ -17,7 +17,7 @@ from llamamg.server.prepare import parse
 from llamamg.server.service import Service
 from llamamg.slotfile import NotCopied, SlotBusy, erase_slot, restore_slot, save_slot
 from llamamg.statefile import StateFileError
-from llamamg.statefile.write import confined
+from llamamg.statefile.write import confined, remove_leftovers
 
 T = TypeVar("T")
 RETRY_S = 0.02  # a busy slot is waited for, as llama-server does
@@ -28,6 +28,9 @@ class SlotActions:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        folder = service.config.server.slot_save_path
+        if folder is not None:
+            remove_leftovers(folder)
 
     async def __call__(self, call: Call) -> None:
         folder = self._service.config.server.slot_save_path
@@ -61,7 +64,8 @@ class SlotActions:
         await call.answer(orjson.dumps({"id_slot": id_slot, "filename": name, **done, "timings": took}))
 
     def _slot(self, text: str) -> int:
-        if not text.isdecimal() or int(text) >= self._service.ready().n_slots:
+        is_number = text.isascii() and text.isdecimal() and len(text) < 10
+        if not is_number or int(text) >= self._service.ready().n_slots:
             raise bad_request("Invalid slot ID")
         return int(text)
 

@@ -1,6 +1,6 @@
 """Files that keep computed sequences: slots saved by name, and the disk tier of the cache."""
 
-from llamamg.statefile.format import VERSION, Header, StateFileError, StateInfo
+from llamamg.statefile.format import VERSION, Header, NoStateFile, OtherVersion, StateFileError, StateInfo
 from llamamg.statefile.lock import FolderInUse, FolderLock
 from llamamg.statefile.model import model_identity
 from llamamg.statefile.read import StateFile, check_identity
@@ -11,6 +11,8 @@ __all__ = [
     "FolderInUse",
     "FolderLock",
     "Header",
+    "NoStateFile",
+    "OtherVersion",
     "StateFile",
     "StateFileError",
     "StateInfo",

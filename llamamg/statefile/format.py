@@ -27,6 +27,14 @@ class StateFileError(ValueError):
     """This file cannot be used; the sentence says why."""
 
 
+class NoStateFile(StateFileError):
+    """Something else's file."""
+
+
+class OtherVersion(StateFileError):
+    """Whole, as far as can be told, but for another version of this program, or one with other packages."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateInfo:
     """A state (recurrent layers, sliding window) as it was after `n_tokens`."""
@@ -87,7 +95,7 @@ def decode(head: bytes, rest: bytes) -> Header:
     except (ValueError, KeyError, TypeError) as error:
         raise StateFileError("its header is damaged") from error
     if name not in CHECKSUMS:
-        raise StateFileError(f"its checksums are {name}, which needs a package of that kind: pip install xxhash")
+        raise OtherVersion(f"its checksums are {name}, which needs a package of that kind: pip install xxhash")
     if CHECKSUMS[name](head + rest[: -WORD.size]) != WORD.unpack(rest[-WORD.size :])[0]:
         raise StateFileError("its header is damaged")
     try:
@@ -95,4 +103,4 @@ def decode(head: bytes, rest: bytes) -> Header:
         states = tuple(StateInfo(**state) for state in fields["states"])
         return replace(header, planes=tuple(tuple(p) for p in header.planes), states=states)  # type: ignore[misc]
     except TypeError as error:
-        raise StateFileError("its header has other fields than this version writes") from error
+        raise OtherVersion("its header has other fields than this version writes") from error

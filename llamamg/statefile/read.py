@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg.statefile.checksum import CHECKSUMS, checksums, n_chunks
-from llamamg.statefile.format import MAGIC, N_HEADER_MAX, PREFIX, VERSION, WORD, Header, StateFileError, decode
+from llamamg.statefile.format import (
+    MAGIC,
+    N_HEADER_MAX,
+    PREFIX,
+    VERSION,
+    WORD,
+    Header,
+    NoStateFile,
+    OtherVersion,
+    StateFileError,
+    decode,
+)
 
 
 class StateFile:
@@ -24,8 +36,12 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        # A pipe would be waited for until somebody writes to it.
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+        self._handle = os.open(path, flags)
         try:
+            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+                raise NoStateFile("it is no file but a folder, a pipe or a device")
             self.header = self._read_header()
             self._sizes = self.header.records()
             self._offsets = np.concatenate(([0], np.cumsum(self._sizes, dtype=np.int64))) + self._begin
@@ -49,11 +65,11 @@ class StateFile:
 
     def _read_header(self) -> Header:
         if not MAGIC.startswith(os.pread(self._handle, len(MAGIC), 0)):
-            raise StateFileError("it is no state file of llamamg")
+            raise NoStateFile("it is no state file of llamamg")
         head = self._read(0, PREFIX.size)
         _, version, n = PREFIX.unpack(head)
         if version != VERSION:
-            raise StateFileError(f"it has version {version} of the format, and this program reads {VERSION} only")
+            raise OtherVersion(f"it has version {version} of the format, and this program reads {VERSION} only")
         if n > N_HEADER_MAX:
             raise StateFileError("its header is damaged")
         header = decode(head, self._read(PREFIX.size, n + WORD.size))

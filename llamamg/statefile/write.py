@@ -75,11 +75,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete what writers left that were killed; how many files. Those of living processes stay."""
+    """Delete what writers left that were killed; how many files. Those of other living processes stay.
+
+    Call it before anything is written here: a file of this process's id is one of its predecessor in a container.
+    """
     n = 0
     for path in folder.glob(f".*{TEMPORARY}"):
         pid = path.name.removesuffix(TEMPORARY).rpartition(".")[2]
-        if pid.isdigit() and int(pid) != os.getpid() and not _is_alive(int(pid)):
+        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
             with contextlib.suppress(OSError):
                 path.unlink()
                 n += 1

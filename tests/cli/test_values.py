@@ -114,6 +114,7 @@ REFUSALS = [
     ("--host ,", "at least one"),
     ("--api-prefix llm", "start with a slash"),
     ("--path nowhere", "folder that exists"),
+    ("--slot-save-path=", "folder that exists"),
     ("--ssl-key-file some", "must be a file"),
     ("--native-switch x", "NAME=0 or NAME=1"),
     ("--plugin-option x=1", "PLUGIN.OPTION=VALUE"),

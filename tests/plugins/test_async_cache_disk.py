@@ -229,6 +229,55 @@ def test_a_plugin_that_cannot_be_used_does_not_keep_the_folder(tmp_path: Path) -
     FolderLock(tmp_path).release()  # raises while somebody has it
 
 
+def test_a_folder_is_of_no_use_without_memory(tmp_path: Path) -> None:
+    config = Config(ModelConfig(Path("fake.gguf")))
+    with pytest.raises(PluginError, match="--cache-disk needs main memory too"):
+        AsyncCache(disk=str(tmp_path / "disk"), ram=0).configure(config)
+    with pytest.raises(Unavailable, match="--cache-ram is 0"):
+        AsyncCache(ram=0).configure(config)
+
+
+def test_a_limit_beyond_all_disks(start: Make) -> None:
+    server = start(**{"disk-gb": "1e308"})
+    server.run(ask(talk(500, 1), n_predict=2))
+    assert server.cache._disk is not None
+    assert server.cache._disk.n_written > 0
+
+
+def test_what_is_not_damaged_is_not_deleted(
+    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+    t = talk(1000, 1)
+    server.run(ask(t, n_predict=2))
+    server.run(ask(t + talk(400, 2), n_predict=2))
+    first = next(path for path in files(tmp_path) if StateFile(path).header.start == 0)
+    older = tmp_path / "disk" / "older.llmg"
+    older.write_bytes(first.read_bytes()[:8] + (0).to_bytes(4, "little") + first.read_bytes()[12:])
+    (tmp_path / "disk" / "mine.llmg").write_text("a diary")
+    (tmp_path / "disk" / "gone.llmg").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "disk" / "pipe.llmg")
+    before = set(files(tmp_path))
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **more: Any) -> int:
+        if path == first:
+            raise OSError(24, "Too many open files")
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    server = start()
+    assert set(files(tmp_path)) == before
+    assert f"{first} is left alone: [Errno 24] Too many open files" in caplog.text
+    assert "mine.llmg is left alone: it is no state file" in caplog.text
+    assert "older.llmg is not used: it has version 0" in caplog.text
+    monkeypatch.undo()
+    server.stop()
+    disk = server.cache._disk
+    assert disk is not None
+    assert older in {entry.path for entry in disk.entries}, "it counts, so that it goes when room is needed"
+
+
 def test_a_folder_belongs_to_one_server(start: Make, tmp_path: Path) -> None:
     folder = str(tmp_path / "disk")
     server = start()
@@ -252,6 +301,30 @@ def test_a_folder_belongs_to_one_server(start: Make, tmp_path: Path) -> None:
     after = start()
     after.run(request)
     assert after.n_cached(request) == 799
+
+
+def test_cache_command_says_what_cannot_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.bin"
+    path.touch()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "pread", refuse)
+    assert main(["cache", "ls", str(tmp_path)]) == 0
+    assert "not usable: Permission denied" in capsys.readouterr().out
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert "a.bin: Permission denied" in capsys.readouterr().out
+    assert main(["cache", "rm", str(tmp_path), "--damaged"]) == 0
+    assert "a.bin cannot be read: Permission denied" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "rm", str(tmp_path), "a.bin", "a.bin"]) == 1
+    assert capsys.readouterr().err == "llamamg cache: a.bin cannot be deleted: Permission denied\n"
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert main(["cache", "ls", str(tmp_path)]) == 1
+    assert "Permission denied" in capsys.readouterr().err
 
 
 def test_cache_command(start: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ def test_texts_are_converted(make: Any) -> None:
     [
         ({"depth": "many"}, "option depth of plugin p: 'many' is not a whole number of at least 1"),
         ({"depth": "1.5"}, "option depth of plugin p: '1.5' is not a whole number of at least 1"),
+        ({"depth": "9" * 20}, f"option depth of plugin p: '{'9' * 20}' is not a whole number of at least 1"),
         ({"depth": "0"}, "option depth of plugin p: '0' is not a whole number of at least 1"),
         ({"max_ms": "fast"}, "option max-ms of plugin p: 'fast' is not a number"),
         ({"max_ms": "nan"}, "option max-ms of plugin p: 'nan' is not a number"),

@@ -131,6 +131,16 @@ def test_named_plugin_that_fails_in_configure_stops_the_start_an_automatic_one_d
     assert any("plugin a is off" in warning for warning in plugins.warnings)
 
 
+def test_an_option_that_cannot_be_had_stops_the_start_whoever_enabled_the_plugin(make: Any) -> None:
+    def refuse(self: Any) -> None:
+        raise PluginError("--folder /x is in use")
+
+    with pytest.raises(PluginError, match="^--folder /x is in use$"):
+        make.unconfigured(shipped=(make.plugin("a", {"configure": refuse}),)).configure(make.config())
+    with pytest.raises(PluginError, match="^--folder /x is in use$"):
+        make.on(make.plugin("a", {"configure": refuse}))
+
+
 def test_two_plugins_that_want_different_values_of_a_native_switch(make: Any) -> None:
     a = make.plugin("a", {"native_switches": lambda self: {"x": 1}})
     b = make.plugin("b", {"native_switches": lambda self: {"x": 0}})

@@ -143,6 +143,7 @@ def test_plugins_are_listed_and_switched_on_the_engine_thread(server: Running) -
         ("gate", {}, 400, "enabled"),
         ("gate", {"enabled": "yes"}, 400, "enabled"),
         ("gate", [], 400, "object"),
+        ("gate", {"enabled": False, "options": {"chunk": 1}}, 400, "options: options are set at the start"),
     ],
 )
 def test_plugin_switch_that_cannot_be_done(server: Running, name: str, body: object, status: int, part: str) -> None:

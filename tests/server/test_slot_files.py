@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,12 +120,22 @@ def test_an_empty_slot(make: Make) -> None:
         ("/slots/0", {"filename": "a"}, 400, "Invalid action"),
         ("/slots/9?action=save", {"filename": "a"}, 400, "Invalid slot ID"),
         ("/slots/x?action=erase", {}, 400, "Invalid slot ID"),
+        ("/slots/%D9%A1?action=erase", {}, 400, "Invalid slot ID"),  # a digit in another script
+        (f"/slots/{'9' * 5000}?action=erase", {}, 400, "Invalid slot ID"),
     ],
 )
 def test_what_is_wrong_is_said(make: Make, path: str, body: dict[str, Any], code: int, words: str) -> None:
     answer = make().post(path, body)
     assert answer.status_code == code
     assert words in answer.json()["error"]["message"]
+
+
+def test_what_a_killed_server_left_is_removed(make: Make, tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    (tmp_path / "slots" / f".a.bin.{child.pid}.part").touch()
+    make()
+    assert list((tmp_path / "slots").iterdir()) == []
 
 
 def damaged(data: bytes, how: str) -> bytes:

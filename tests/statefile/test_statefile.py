@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamamg.statefile import Header, StateFile, StateFileError, StateInfo, check_identity, write_state_file
+from llamamg.statefile import (
+    Header,
+    NoStateFile,
+    OtherVersion,
+    StateFile,
+    StateFileError,
+    StateInfo,
+    check_identity,
+    write_state_file,
+)
 from llamamg.statefile import write as writing
 from llamamg.statefile.checksum import CHECKSUMS
 from llamamg.statefile.format import PREFIX
@@ -90,11 +99,18 @@ def test_other_versions_and_other_files(saved: Path) -> None:
     data = bytearray(saved.read_bytes())
     data[8:12] = (0).to_bytes(4, "little")
     saved.write_bytes(data)
-    with pytest.raises(StateFileError, match="version 0 of the format, and this program reads 1"):
+    with pytest.raises(OtherVersion, match="version 0 of the format, and this program reads 1"):
         read_all(saved)
     saved.write_bytes(b"GGUF" * 100)
-    with pytest.raises(StateFileError, match="no state file"):
+    with pytest.raises(NoStateFile, match="no state file"):
         read_all(saved)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(NoStateFile, match="a folder, a pipe or a device"):
+            StateFile(path)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +131,7 @@ def test_checksums_of_a_package_that_is_missing(saved: Path, monkeypatch: pytest
     with StateFile(saved) as file:
         name = file.header.checksum
     monkeypatch.delitem(CHECKSUMS, name)
-    with pytest.raises(StateFileError, match="pip install xxhash"):
+    with pytest.raises(OtherVersion, match="pip install xxhash"):
         read_all(saved)
 
 
@@ -166,8 +182,10 @@ def test_killed_in_the_middle_of_a_write(saved: Path) -> None:
     assert len(list(folder.iterdir())) == 2
     assert remove_leftovers(folder) == 1
     assert [path.name for path in folder.iterdir()] == ["a.bin"]
-    (folder / f".b.bin.{os.getpid()}.part").touch()
+    (folder / f".b.bin.{os.getppid()}.part").touch()
     assert remove_leftovers(folder) == 0  # somebody is writing it
+    (folder / f".c.bin.{os.getpid()}.part").touch()  # in a container every server may have the same id
+    assert remove_leftovers(folder) == 1
 
 
 def _script(code: str, folder: Path) -> str:

@@ -1,0 +1,101 @@
+"""Which file a block of the disk tier lies in, when several saves of one conversation meet in the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_server import talk
+
+from llamamg import N_ROWS
+from llamamg_plugins.async_cache_blocks import BlockPool
+from llamamg_plugins.async_cache_disk import Disk
+from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
+
+PLANES = ((0, 4, 1),)  # a row is a token
+N_BLOCK = 4 * N_ROWS
+TALK = np.array(talk(N_ROWS + 100, 1), np.int32)
+
+
+class Folder:
+    """A tree and its folder, without an engine."""
+
+    def __init__(self, folder: Path, *, n_bytes_max: int = 1 << 30) -> None:
+        self.pool = BlockPool(N_BLOCK, 1 << 20)
+        self.tree = Tree(self.pool, 1 << 20)
+        self.disk = Disk(folder, n_bytes_max, self.tree, identity="i", planes=PLANES, model="m")
+        self.disk.start()
+
+    def node(self, parent: Node, tokens: Tokens) -> Node:
+        """A saved block, whose rows are its tokens."""
+        block = self.pool.take()
+        block.view[: 4 * len(tokens)] = tokens.view(np.uint8)
+        return self.tree.add(parent, tokens, block)
+
+    def settle(self) -> None:
+        until = time.monotonic() + 10
+        while self.disk.n_pending:
+            self.disk.drain()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def rows(self, node: Node) -> list[int]:
+        """The rows of a block as they are on disk."""
+        data = np.empty(N_BLOCK, np.uint8)
+        self.disk.load(node.stored, data)
+        return data[: 4 * len(node.tokens)].view(np.int32).tolist()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    made = Folder(tmp_path / "disk")
+    yield made
+    made.disk.stop()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
+def test_the_same_conversation_saved_from_two_slots(folder: Folder, tmp_path: Path, at_once: bool) -> None:
+    """Their common blocks are one node, but each has an end of its own."""
+    head = folder.node(folder.tree.root, TALK[:N_ROWS])
+    ends = [folder.node(head, TALK[N_ROWS:]) for _ in range(2)]
+    for end in ends:
+        folder.disk.write([head, end])
+        if not at_once:
+            folder.settle()
+    folder.settle()
+    for node in (head, *ends):
+        assert node.stored is not None
+        assert node.stored.entry in folder.disk.entries
+        assert folder.rows(node) == node.tokens.tolist()
+    files = {entry.path for entry in folder.disk.entries}
+    assert files == set((tmp_path / "disk").glob("*.llmg"))
+    assert folder.disk.n_bytes == sum(path.stat().st_size for path in files)
+    after = Folder(tmp_path / "disk")
+    path, n = after.tree.find(TALK)
+    assert n == len(TALK)
+    assert [after.rows(node) for node in path] == [TALK[:N_ROWS].tolist(), TALK[N_ROWS:].tolist()]
+    after.disk.stop()
+
+
+def test_the_same_conversation_with_other_states(folder: Folder) -> None:
+    """The same blocks with other states: each state stays where it was written."""
+    head = folder.node(folder.tree.root, TALK[:N_ROWS])
+    ends = [folder.node(head, TALK[N_ROWS:]) for _ in range(2)]
+
+    def add(node: Node, n: int) -> State:
+        state = State(n, 0, n - 1, np.full(8, n % 251, np.uint8))
+        folder.tree.add_state(node, state)
+        return state
+
+    states = [add(ends[0], 300), add(ends[0], 356), add(ends[1], 356)]
+    for end in ends:
+        folder.disk.write([head, end])
+    folder.settle()
+    for state in states:
+        assert state.stored is not None
+        data = np.empty(8, np.uint8)
+        folder.disk.load(state.stored, data)
+        assert set(data.tolist()) == {state.n_tokens % 251}
