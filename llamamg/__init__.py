@@ -14,7 +14,10 @@ else:
         if name.startswith("__") and name != "__all__":  # questions of the import system
             raise AttributeError(name)
         from importlib import import_module
+        from importlib.util import find_spec
 
+        if name != "__all__" and find_spec(f"llamamg.{name}") is not None:
+            raise AttributeError(name)  # a module: `from llamamg import x` imports it next
         api = import_module("llamamg.api")
         if name != "__all__" and name not in api.__all__:
             raise AttributeError(f"module 'llamamg' has no attribute {name!r}")

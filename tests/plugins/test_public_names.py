@@ -40,3 +40,10 @@ def test_a_star_imports_all_of_it() -> None:
     code = "from llamamg import *; print(Batch.__module__, hookimpl is not None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["llamamg.batch", "True"]
+
+
+@pytest.mark.parametrize(
+    "module", ["llamamg.plugins", "llamamg.hookspecs", "llamamg.readmedocs", "llamamg.options.docs"]
+)
+def test_a_module_may_be_the_first_import(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {module}"], timeout=60, check=True)
