@@ -70,4 +70,5 @@ class SmallGraphs:
     @hookimpl
     def native_switches(self) -> Mapping[str, Any]:
         """Off is upstream, bit for bit."""
-        return {SWITCH: self.n_graph, RECORD: self.record_below}
+        record = {RECORD: self.record_below} if has_switch(RECORD) else {}  # a build from before it keeps graphs too
+        return {SWITCH: self.n_graph, **record}

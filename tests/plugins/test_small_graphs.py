@@ -25,6 +25,14 @@ def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert plugin.effect == 0
 
 
+def test_a_build_from_before_record_rows_keeps_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.small_graphs.has_switch", lambda name: name == SWITCH)
+    monkeypatch.setattr("llamamg_plugins.small_graphs.native_count", lambda name: 0)
+    plugin = SmallGraphs(count=2)
+    plugin.configure(Config(ModelConfig(Path("model.gguf"))))
+    assert plugin.native_switches() == {SWITCH: 2}
+
+
 def test_it_asks_for_a_switch_that_the_library_has(library: Library) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
