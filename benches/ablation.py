@@ -30,8 +30,10 @@ from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable
 from .judge import (
+    N_PROBES,
     NOT_APPLICABLE,
     NOT_MEASURED,
+    STOOD_STILL,
     check_pairs,
     judge,
     unmeasured,
@@ -175,25 +177,50 @@ class Ablation:
         out: list[dict[str, Any]] = []
         later: list[Case] = []
         with opened(config_of(self._flags)) as engine:
-            views = {view.name: view for view in engine.plugins.views()}
+            was_on = {view.name: view.enabled for view in engine.plugins.views()}
             for load in loads:  # what does not fit is said before anything is measured
                 check_room(engine, load, self._sizes)
             for load in loads:
+                model = engine.config.model.path.stem[:20]
+                bar.set_description(f"{model}, {load.name}, all of them")
+                still = self._still(engine, load, wanted)
                 for name in wanted:
-                    view = views[name]
-                    case = Case(name, view.enabled, load)
-                    bar.set_description(f"{engine.config.model.path.stem[:20]}, {load.name}, {name}")
-                    row = None if view.toggle == "restart" else self._here(engine, view, case)
+                    began = time.monotonic()
+                    view = _view(engine, name)  # it may have failed under the load before
+                    case = Case(name, was_on[name], load)
+                    bar.set_description(f"{model}, {load.name}, {name}")
+                    if name in still:
+                        row: dict[str, Any] | None = {"plugin": name, "n_pairs": 0, **STOOD_STILL}
+                    else:
+                        row = None if view.toggle == "restart" else self._here(engine, view, case)
                     if row is None:
                         later.append(case)
                     else:
-                        out.append({**_facts(case), **row})
+                        out.append({**_facts(case), **row, "took_s": time.monotonic() - began})
                         bar.update(1)
         for case in later:
+            began = time.monotonic()
             bar.set_description(f"{case.load.name}, {case.plugin}, two processes")
-            out.append({**_facts(case), **self._apart(case)})
+            out.append({**_facts(case), **self._apart(case), "took_s": time.monotonic() - began})
             bar.update(1)
         return out
+
+    def _still(self, engine: Engine, load: Load, wanted: list[str]) -> set[str]:
+        """Those of the plugins that are on whose counters do not move under this load: blocks of all of them at once tell
+        as much as blocks of each, and most rows are of that kind."""
+        asked = {view.name for view in engine.plugins.views() if view.enabled and view.name in wanted}
+        if len(asked) < 2:
+            return set()
+        session = Session(engine, load, self._sizes)
+        try:
+            session.prepare()
+            for _ in range(N_PROBES):
+                effects = session.block().effects
+                asked -= {name for name, effect in effects.items() if effect}
+        except BenchError:
+            return set()  # each row says it of itself
+        # One that failed meanwhile did not stand still.
+        return {name for name in asked if _view(engine, name).quarantined is None}
 
     def _here(self, engine: Engine, view: PluginView, case: Case) -> dict[str, Any] | None:
         """Toggled in this process; None for a plugin that turns out to need a restart."""

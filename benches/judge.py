@@ -27,6 +27,7 @@ N_PAIRS_MIN = 3
 
 ACTED, NO_EFFECT, NOT_APPLICABLE = "acted", "no effect", "not applicable"
 TOKENS_CHANGED, NOT_MEASURED = "tokens changed", "not measured"
+STOOD_STILL = {"status": NO_EFFECT, "reason": "its effect counter did not move under this load"}
 
 
 def judge(
@@ -53,12 +54,7 @@ def judge(
     row: dict[str, Any] = {"plugin": plugin, "how": sides.how, "guard": guard.value, "effect": effect, "n_pairs": 0}
     counts[True].add(*reference.compare(probe.tokens))
     if effect == 0:
-        return {
-            **row,
-            **_tokens(counts),
-            "status": NO_EFFECT,
-            "reason": "its effect counter did not move under this load",
-        }
+        return {**row, **_tokens(counts), **STOOD_STILL}
     if budget_s is not None:
         n_pairs = max(N_PAIRS_MIN, min(n_pairs, int(budget_s / (2 * probe_s + 1e-9))))
     blocks: dict[bool, list[Block]] = {True: [], False: []}

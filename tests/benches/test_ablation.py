@@ -21,6 +21,7 @@ from llamamg.config import Config
 from llamamg.engine import Engine
 from llamamg.plugins import Found, Unavailable, discover
 from llamamg.plugins import testing as kit
+from llamamg.plugins.pluginset import PluginSet
 from llamamg.testing import fake_engine
 
 SIZES = Sizes(depth=24, n_tokens=8)
@@ -36,9 +37,9 @@ def counting(name: str, **declaration: Any) -> type[Any]:
 
 
 def rows(
-    monkeypatch: pytest.MonkeyPatch, classes: list[type[Any]], on: tuple[str, ...], after: Any = None
+    monkeypatch: pytest.MonkeyPatch, classes: list[type[Any]], on: tuple[str, ...], failed: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
-    """The rows of one model and load `solo`; `on` are the plugins that it was started with."""
+    """The rows of one model and load `solo`; `on` are the plugins that it was started with, `failed` those switched off."""
     plugins = kit.unconfigured(*classes, enable=on)
     config = plugins.configure(kit.config(2), [])
     engine, _, _ = fake_engine(2, plugins=plugins, config=config)
@@ -52,7 +53,7 @@ def rows(
     found = {c.declaration.name: Found(c.declaration.name, False, "a test", c, c.declaration) for c in classes}
     bar = SimpleNamespace(set_description=lambda text: None, update=lambda n: None)
     made = Ablation([], SIZES, 3, lambda: 10.0, found).rows(list(found), [LOADS["solo"]], bar)
-    assert sorted(engine.plugins.enabled()) == sorted(on), "the start is as it was"
+    assert sorted(engine.plugins.enabled()) == sorted(set(on) - set(failed)), "the start is as it was"
     return {row["plugin"]: row for row in made}
 
 
@@ -99,6 +100,33 @@ def test_a_plugin_that_raises_while_it_runs_is_an_error_of_its_row(monkeypatch: 
     assert made["a"]["status"] == NOT_MEASURED
     assert "on purpose" in made["a"]["reason"]
     assert made["b"]["status"] == ACTED
+
+
+def test_what_stands_still_beside_others_is_not_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[tuple[str, bool]] = []
+    toggle = PluginSet.toggle
+
+    def spied(self: PluginSet, name: str, enabled: bool) -> None:
+        switched.append((name, enabled))
+        toggle(self, name, enabled)
+
+    monkeypatch.setattr(PluginSet, "toggle", spied)
+    still = kit.plugin("still", {"batch_submitted": lambda self, batch: None})
+    made = rows(monkeypatch, [counting("a"), counting("b"), still, counting("off")], ("a", "b", "still"))
+    assert made["still"]["status"] == NO_EFFECT
+    assert {made[name]["status"] for name in ("a", "b", "off")} == {ACTED}
+    assert {name for name, _ in switched} == {"a", "b", "off"}
+
+
+def test_what_fails_beside_others_did_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, batch: Any, elapsed_s: float) -> None:
+        raise ArithmeticError("on purpose")
+
+    bad = kit.plugin("bad", {"batch_done": fail})
+    made = rows(monkeypatch, [bad, counting("good")], ("bad", "good"), failed=("bad",))
+    assert made["bad"]["status"] == NOT_MEASURED
+    assert "on purpose" in made["bad"]["reason"]
+    assert made["good"]["status"] == ACTED
 
 
 @pytest.mark.parametrize("how", ["restart only", "changes the context"])
