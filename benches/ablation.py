@@ -52,7 +52,7 @@ CHOICES = {"spec": ["--spec-type", "suffix"], "async-cache": ["-cram", "1024"]}
 # the gate would cut into pieces too small for a pipeline.
 OVER_RPC = {"prefill-pipeline": ["-ub", "64", "--disable", "prefill-gate"]}
 DEFAULT_MODELS = ("demo", "micro")
-DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=768)
+DEFAULT_SIZES = Sizes(depth=128, n_tokens=24, n_prompt=384)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
