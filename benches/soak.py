@@ -13,8 +13,10 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if len(models) > 1:
         raise BenchError("give one model")
     model = model_path(models[0] if models else "demo")
-    flags = grid_sides.serve_flags(given, args.sessions, args.prompt + args.n_predict)
+    flags = ["--metrics", *grid_sides.serve_flags(given, args.sessions, args.prompt + args.n_predict)]
     sizes = Sizes(args.prompt, args.n_predict)
     controls = [control.server(model, flags) for control in others]
 
@@ -222,9 +224,25 @@ async def _come_and_go(
 
 
 def memory_mib(server: Server, nvml: Nvml) -> dict[str, Any]:
-    """Of the server's processes on the host, and of each device."""
+    """Of the server's processes on the host, what of it are checkpoints, and of each device."""
+    kept = checkpoints_mib(server)
     host = rss_mib(session_pids(server.process.pid)) if server.process else None
-    return {"host": host, "devices": [round(nvml.sample(i, set()).get("memory_mib", 0.0), 1) for i in range(len(nvml))]}
+    return {
+        "host": host,
+        "checkpoints": kept,
+        "devices": [round(nvml.sample(i, set()).get("memory_mib", 0.0), 1) for i in range(len(nvml))],
+    }
+
+
+def checkpoints_mib(server: Server) -> float:
+    """Main memory of the states that slots keep: it comes and goes with them. 0 where the server does not tell."""
+    try:
+        with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError):
+        return 0.0
+    said = re.search(r"^llamamg:checkpoint_bytes (\S+)$", text, re.MULTILINE)
+    return round(float(said[1]) / (1 << 20), 1) if said else 0.0
 
 
 def again(server: Server, kept: Sequence[Kept], name: str) -> dict[str, Any]:
@@ -302,7 +320,9 @@ def _leaks(memory: Sequence[dict[str, Any]]) -> list[str]:
     if len(memory) < 2:
         return []
     first, last = memory[0], memory[-1]
-    places = [("main memory", first["host"], last["host"])]
+    # What the slots hold at the moment is no leak.
+    held = last.get("checkpoints", 0.0) - first.get("checkpoints", 0.0)
+    places = [("main memory", first["host"], last["host"] and last["host"] - held)]
     places += [(f"GPU {i}", a, b) for i, (a, b) in enumerate(zip(first["devices"], last["devices"], strict=True))]
     return [
         f"{what} grew from {a:.0f} to {b:.0f} MiB"
@@ -324,7 +344,9 @@ def table(result: dict[str, Any]) -> str:
             f"{len(equal['changed'])} changed"
         )
     for look in result["memory_mib"]:
-        lines.append(f"memory MiB: host {look['host']}, devices {look['devices']}")
+        lines.append(
+            f"memory MiB: host {look['host']}, of it checkpoints {look.get('checkpoints', 0.0)}, devices {look['devices']}"
+        )
     return "\n".join([*lines, *(f"FAILED: {sentence}" for sentence in result["failures"])])
 
 

@@ -52,3 +52,8 @@ class KeptState:
 def host_bytes(data: Bytes | KeptState) -> Bytes | None:
     """What a checkpoint holds, in main memory; None when it could not be brought there."""
     return data.host_bytes() if isinstance(data, KeptState) else data
+
+
+def resident_bytes(data: Bytes | KeptState) -> Bytes | None:
+    """The part of it that is in main memory now; nothing is waited for, so any thread may ask."""
+    return data.data if isinstance(data, KeptState) else data

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llamamg.kept import resident_bytes
 from llamamg.server.contract import EngineLike
 
 CONTENT_TYPE = b"text/plain; version=0.0.4"
@@ -51,6 +52,7 @@ class EngineCollector(Collector):
             for position, n_accepted in enumerate(stats.accepted_per_pos):
                 per_position.add_metric([str(position)], n_accepted)
             yield per_position
+        yield from self._checkpoints()
         yield _histogram(
             "llamamg:time_to_first_token_seconds", "From a request's arrival to its first token", stats.ttft
         )
@@ -70,6 +72,13 @@ class EngineCollector(Collector):
         predicted_rate = n_predicted / predicted_s if predicted_s > 0 else 0.0
         yield GaugeMetricFamily("llamacpp:prompt_tokens_seconds", "Mean prompt tokens per second", prompt_rate)
         yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "Mean generated tokens per second", predicted_rate)
+
+    def _checkpoints(self) -> Iterator[Metric]:
+        kept = [one.data for slot in getattr(self._engine, "slots", ()) for one in list(slot.checkpoints)]
+        in_memory = sum(data.nbytes for data in map(resident_bytes, kept) if data is not None)
+        yield GaugeMetricFamily("llamamg:checkpoints", "Recurrent states (or SWA windows) kept for slots", len(kept))
+        text = "Main memory of these; those on a device are not in it"
+        yield GaugeMetricFamily("llamamg:checkpoint_bytes", text, in_memory)
 
     def _plugins(self) -> Iterator[Metric]:
         effect = CounterMetricFamily("llamamg:plugin_effect", "What a plugin did, in its own unit", labels=["plugin"])

@@ -67,6 +67,11 @@ def fine() -> dict[str, Any]:
         ({"alive": False}, "ended"),
         ({"bad_words_in_log": ["quarantine"]}, "quarantine"),
         ({"memory_mib": [{"host": 1000.0, "devices": []}, {"host": 1200.0, "devices": []}]}, "main memory"),
+        (
+            {"memory_mib": [{"host": 1000.0, "checkpoints": 0.0, "devices": []},
+                            {"host": 1300.0, "checkpoints": 100.0, "devices": []}]},
+            "main memory",
+        ),
         ({"memory_mib": [{"host": None, "devices": [5000.0]}, {"host": None, "devices": [5400.0]}]}, "GPU 0"),
     ],
 )
@@ -74,6 +79,11 @@ def test_every_failure_is_said(change: dict[str, Any], word: str) -> None:
     assert soak.failures(fine()) == []
     (sentence,) = soak.failures({**fine(), **change})
     assert word in sentence
+
+
+def test_what_slots_keep_is_no_leak() -> None:
+    looks = [{"host": 1000.0, "checkpoints": 100.0, "devices": []}, {"host": 1900.0, "checkpoints": 1000.0, "devices": []}]
+    assert soak.failures({**fine(), "memory_mib": looks}) == []
 
 
 def test_a_control_says_how_many_change_by_themselves() -> None:
@@ -104,6 +114,7 @@ def test_a_soak_of_a_real_server(micro_model: Path, tmp_path: Path, capfd: pytes
     assert result["soak"]["n_cancelled"] > 0
     assert result["equal"]["soak"]["n"] == 3
     assert result["failures"] == []
+    assert result["memory_mib"][-1]["checkpoints"] > 0, "a hybrid keeps states, and says what they take"
     assert "asked again alone" in (folder / "table.txt").read_text()
 
 
