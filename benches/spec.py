@@ -24,6 +24,7 @@ from .quiet import busy_fraction
 from .spec_blocks import PLUGIN, Block, Sessions, ceiling, report
 from .spec_history import history
 from .spec_loads import CELLS, script_of, scripted
+from .spec_steps import summed_up, told
 from .tokens import Reference, TokenCount
 
 NAME = "spec"
@@ -125,7 +126,7 @@ def measure(engine: Any, name: str, args: argparse.Namespace, bar: Any) -> dict[
         sessions.block(False)  # computes the prompts
         first = sessions.block(False, with_others=not cell.scripted)
         bar.update(2)
-        sessions.block(True)
+        learned = sessions.block(True)
         bar.update(1)
         blocks: dict[bool, list[Block]] = {True: [], False: []}
         for side in order(args.pairs):
@@ -140,7 +141,13 @@ def measure(engine: Any, name: str, args: argparse.Namespace, bar: Any) -> dict[
     widths = report(engine)["widths"]
     found = ceiling(engine, widths)
     bar.update(1)
-    return summary(name, blocks, found) | {"tokens_on": counts[True].json(), "tokens_off": counts[False].json()}
+    early = {
+        "rate": learned.rate,
+        "drafts_by_width": learned.counts["drafts_by_width"],
+        "accepted": learned.counts["accepted"],
+    }
+    counted = {"first_on": early, "tokens_on": counts[True].json(), "tokens_off": counts[False].json()}
+    return summary(name, blocks, found) | counted
 
 
 def summary(name: str, blocks: dict[bool, list[Block]], found: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +162,8 @@ def summary(name: str, blocks: dict[bool, list[Block]], found: dict[str, Any]) -
         for width, n in block.counts["drafts_by_width"].items():
             by_width[width] = by_width.get(width, 0) + n
     out["drafts_by_width"] = by_width
-    for key in ("drafts", "drafted", "accepted", "computed_again"):
+    out["steps"] = summed_up([b.steps for b in on], [b.steps for b in off])
+    for key in ("drafts", "drafted", "accepted", "computed_again", "lookup_s", "verify_s"):
         out[key] = sum(block.counts[key] for block in on)
     out["no_draft"] = on[-1].counts["no_draft"]
     out["ceilings"] = found
@@ -199,6 +207,8 @@ def table(result: dict[str, Any]) -> str:
         if c["no_draft"]:
             lines.append(f"{c['cell']}: no draft: " + ", ".join(f"{why} {n}" for why, n in c["no_draft"].items()) + ".")
         ceilings = ", ".join(f"{w}: {value:.2f}" for w, value in c["ceilings"]["ceiling"].items())
+        if "steps" in c:
+            lines.append(told(c["cell"], c["steps"]))
         lines.append(f"{c['cell']}: ceilings (w + 1) t(1) / t(1 + w): {ceilings}.")
     if result.get("history"):
         lines += [

@@ -17,6 +17,7 @@ from . import interrupt
 from .errors import BenchError
 from .session import Stream
 from .spec_loads import Cell, prompt_of
+from .spec_steps import Step, Steps
 from .tokens import Others, best_others
 
 PLUGIN = "spec"
@@ -33,6 +34,7 @@ class Block:
     tokens: list[list[int]] = field(default_factory=list)
     others: list[list[Others]] = field(default_factory=list)
     counts: dict[str, Any] = field(default_factory=dict)  # of the plugin, over this block
+    steps: list[Step] = field(default_factory=list)  # while it was measured
 
 
 class Sessions:
@@ -41,6 +43,7 @@ class Sessions:
     def __init__(self, engine: Engine, cell: Cell, depth: int, n_tokens: int) -> None:
         self.engine, self.cell, self.n_tokens = engine, cell, n_tokens
         self._streams: dict[int, Stream] = {}
+        self._steps: Steps | None = None
         self._prompts = [prompt_of(engine.vocab, cell, i, depth) for i in range(len(cell.texts))]
         needed = max(map(len, self._prompts)) + self._n_predict(0) + 8
         if needed > engine.n_ctx_slot:
@@ -71,7 +74,9 @@ class Sessions:
         measured = streams[self.cell.n_drafting :] or streams
         self._until(lambda: all(stream.counts for stream in streams))
         begin = max(stream.stamps[0] for stream in streams)
+        self._steps = steps = Steps(time.perf_counter(), engine.stats.n_draft, engine.stats.n_draft_accepted)
         self._until(lambda: any(stream.finished for stream in measured))
+        self._steps = None
         end = next(stream.stamps[-1] for stream in measured if stream.finished)
         for request in requests:
             engine.cancel(request.id)
@@ -87,6 +92,7 @@ class Sessions:
             [stream.tokens for stream in streams],
             [best_others(stream.probs) for stream in streams] if with_others else [],
             _since(before, report(engine)),
+            steps.all,
         )
 
     def _until(self, done: Any) -> None:
@@ -94,6 +100,8 @@ class Sessions:
             interrupt.check()
             if not self.engine.step() and not done():
                 raise BenchError("the engine has nothing to do and the sessions have not ended")
+            if self._steps is not None:
+                self._steps.end(time.perf_counter(), self.engine.stats.n_draft, self.engine.stats.n_draft_accepted)
 
     def _arrived(self, pairs: Any) -> None:
         now = time.perf_counter()

@@ -60,8 +60,11 @@ N_SCRIPT = 200  # tokens of a scripted paragraph
 
 
 def prompt_of(vocab: Vocabulary, cell: Cell, session: int, depth: int) -> Tokens:
-    """The session's prompt: random tokens up to `depth`, then its text, or a scripted paragraph twice."""
-    random = np.random.default_rng(500 + session)
+    """The session's prompt: random tokens up to `depth`, then its text, or a scripted paragraph twice.
+
+    The random tokens are other ones in each cell, so that none continues the text of another and inherits what was learned there.
+    """
+    random = np.random.default_rng([500 + session, list(CELLS).index(cell.name)])
     if cell.scripted:
         text = np.concatenate([script_of(vocab), script_of(vocab)])
     else:

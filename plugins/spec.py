@@ -15,21 +15,22 @@ from llamamg import (
     Guard,
     Options,
     Request,
+    Row,
     Sequence,
     SequenceState,
     StepState,
     Timings,
     Unavailable,
-    affordable_rollback,
     has_lookup,
     hookimpl,
     keeps_state,
     plugin,
 )
-from llamamg_plugins.spec_cost import Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_cost import Account, Beside, Offer, StepTimes, choose, width_below
 from llamamg_plugins.spec_kept import Found, Guess, Reader
 from llamamg_plugins.spec_options import declare
 from llamamg_plugins.spec_report import Totals
+from llamamg_plugins.spec_room import drafts_nothing, states_kept
 from llamamg_plugins.spec_types import NAMES, Kind, kinds
 
 PLAIN_EVERY = 64  # steps after which one without drafts is taken, to know how long it takes now
@@ -37,7 +38,6 @@ BUSY = 1.5  # times its usual length that a step is booked with at most
 AFTER = 3  # steps behind a draft that pay for what it left: graphs that it replaced are made anew, and recorded anew on a GPU
 MARGIN = 0.03  # a gain below this is not worth a draft
 GUESSED = 8  # tokens of a draft that are compared when it is not verified
-ROLLBACK_MAX = 7  # tokens a recurrent state is kept for: each costs the memory of a whole state
 READ_MAX = 8192  # tokens an index takes in at once: 1 ms; what came out of a cache is read over some steps
 
 
@@ -72,6 +72,8 @@ class Spec:
         self._guesses: dict[int, Guess] = {}  # request id
         self._n_after: dict[int, int] = {}  # context -> steps that the last draft is still booked with
         self._began: dict[int, float] = {}  # context -> when its step began; seconds, perf_counter clock
+        self._mixed_s: dict[int, float] = {}  # context -> what its last step with prompts and decoders took
+        self._extra: dict[int, float] = {}  # context -> part of its step with prompts that drafts are booked with
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -86,38 +88,16 @@ class Spec:
         if not has_lookup():
             raise RuntimeError("this native build has no lookup index: run `llamamg build`")  # it was asked for
         n_max = width_below(min(self.n_max, max(kind.n_max for kind in self.kinds)))
-        if why := self._drafts_nothing(n_max):
+        if why := drafts_nothing(self.kinds, self.n_max, self.n_min):
             raise Unavailable(f"nothing would ever be drafted: {why}")
         self.n_max = n_max
         n_draft_max, types = max(config.context.n_draft_max, n_max), tuple(kind.name for kind in self.kinds)
         context = replace(config.context, n_draft_max=n_draft_max, draft_types=types)
         config = replace(config, context=context)
         if keeps_state(config) and context.n_rs_seq == 0:
-            n_back = self._rollback(config, devices)
+            n_back = states_kept(config, devices, self.rollback, self.n_max)
             config = replace(config, context=replace(context, n_rs_seq=n_back))
         return config
-
-    def _drafts_nothing(self, n_max: int) -> str:
-        """Which option is why; "" where drafts are possible."""
-        if self.n_max == 0:
-            return "--spec-draft-n-max is 0"
-        if n_max == 0:
-            return f"the largest draft of --spec-type {self.kinds[0].name} is 0"
-        if self.n_min > n_max:
-            return f"--spec-draft-n-min {self.n_min} is more than the longest draft, {n_max}"
-        if all(kind.rule.n_min > kind.n_max for kind in self.kinds):
-            return "--spec-ngram-mod-n-min is more than --spec-ngram-mod-n-max"
-        return ""
-
-    def _rollback(self, config: Config, devices: Seq[Any]) -> int:
-        """States kept of each sequence. Drafts beyond them need a copy of the state, which takes as much as one more."""
-        in_ubatch = max(0, min(config.context.n_ubatch, config.context.n_batch) - 2)  # libllama keeps no more
-        wanted = min(self.rollback, self.n_max, ROLLBACK_MAX, in_ubatch)
-        with_copy = wanted + (self.n_max > wanted)
-        fit = affordable_rollback(config, devices, with_copy)
-        if fit == 0:
-            raise RuntimeError("there is no memory for a second state of each sequence: lower --ctx-size or --parallel")
-        return wanted if fit == with_copy else fit - 1
 
     # ---- what is read
 
@@ -140,9 +120,10 @@ class Spec:
         reader.is_behind = n_new >= READ_MAX
         if is_next:
             self._forget(reader.request)  # it may have ended while the plugin was off
-            before, reader.request, reader.account = reader.account, sequence.request.id, None
+            before, reader.request = reader.account, sequence.request.id
             if before is not None and 2 * (len(reader.indexes[0]) - n_new) >= len(tokens):
-                reader.account = self._accounts[reader.request] = before.heir()
+                self._accounts[reader.request] = before.heir()
+            reader.account = self._accounts.get(reader.request)
         return reader
 
     # ---- what is drafted
@@ -155,17 +136,21 @@ class Spec:
         decoding = state.decoding  # those of one context; others may be in flight, with drafts of their own
         self._began[decoding[0].slot.context] = began
         found = [self._look_up(sequence) for sequence in decoding]
+        for sequence in state.prefilling:
+            self._account(sequence).book(self.max_loss)
         for sequence, each in zip(decoding, found, strict=True):
-            if each is None:
-                self._found.pop(sequence.request.id, None)
-            else:
+            if each is not None:
                 self._found[sequence.request.id] = each
+            elif self._found:
+                self._found.pop(sequence.request.id, None)
+        limit = self._choose(state, found) if any(found) else 0
         self.totals.n_lookups += len(decoding)
         self.totals.lookup_s += time.perf_counter() - began
-        return self._choose(state, found) if any(found) else 0
+        return limit
 
     def _look_up(self, sequence: Sequence) -> Found | None:
-        self._compare(sequence)
+        if self._guesses and self._only_compared(sequence):
+            return None
         reader = self._read(sequence)
         if reader.is_behind:
             self.totals.why_not["still reading"] += 1
@@ -192,15 +177,21 @@ class Spec:
         return draft
 
     def _choose(self, state: StepState, found: Seq[Found | None]) -> int:
-        decoding = state.decoding
+        decoding, context = state.decoding, state.decoding[0].slot.context
         offers = [self._offer(s, each, len(decoding)) for s, each in zip(decoding, found, strict=True)]
-        why = self._obstacle(state) or ("" if any(o.length for o in offers) else "too few accepted")
+        cost, why = self._cost(state, context)
+        why = self._obstacle(state) or why or _obstacle_of(offers, found)
         if why:
             widths = [0] * len(offers)
         elif self.always:
             widths = [width_below(min(offer.length, self.n_max)) for offer in offers]
         else:
-            widths, why = choose(offers, self.times, self.n_max, MARGIN, self.n_min)
+            prompts = [self._account(sequence) for sequence in state.prefilling]
+            widths, why = choose(offers, cost, self.n_max, MARGIN, self.n_min, prompts)
+            if prompts:
+                self._extra[context] = extra = cost.ratio(len(offers), sum(widths)) - 1.0
+                for account in prompts:
+                    account.book(-extra)
         if why:
             self.totals.why_not[why] += sum(each is not None for each in found)
         for sequence, each, width in zip(decoding, found, widths, strict=True):
@@ -208,22 +199,37 @@ class Spec:
                 continue
             each.width = width
             if width == 0 and sequence.request.id not in self._guesses:
-                guess = Guess(each.draft.tokens[:GUESSED], each.draft, sequence.n_decoded)
+                n = len(each.draft.tokens) if self._accounts[sequence.request.id].waits else GUESSED
+                guess = Guess(each.draft.tokens[:n], each.draft, sequence.n_decoded)
                 self._guesses[sequence.request.id] = guess
         return max(widths)
 
     def _offer(self, sequence: Sequence, found: Found | None, n_users: int) -> Offer:
         account = self._account(sequence)
-        if found is None or (account.rounds and account.accepted_ema < self.min_accept * n_users):
+        if found is None or (account.to_prove and not self.always):
+            return Offer(account)
+        if account.rounds and account.accepted_ema < self.min_accept * n_users:
             return Offer(account)
         n_useful = min(len(found.draft.tokens), sequence.n_remaining - 1)
         return Offer(account, n_useful if width_below(n_useful) >= self.n_min else 0, found.draft.n_matched)
 
+    def _cost(self, state: StepState, context: int) -> tuple[StepTimes | Beside, str]:
+        """What drafts take in this step, and why there can be none."""
+        if not state.prefilling or self.always:
+            return self.times, ""
+        plain_s = self.times.plain_s(len(state.decoding))
+        part_s = self._mixed_s.get(context, 0.0) - plain_s
+        if plain_s == 0.0 or part_s <= 0.0:
+            return self.times, "beside a prompt"
+        return Beside(self.times, part_s / plain_s), ""
+
     def _obstacle(self, state: StepState) -> str:
         if self.max_users and _n_generating(state) > self.max_users:
             return "too many users"
+        if self.always or state.prefilling:  # beside a prompt there is no step to be measured
+            return ""
         n_users = len(state.decoding)
-        if not self.always and (self.times.plain_s(n_users) == 0.0 or self.times.age(n_users) > PLAIN_EVERY):
+        if self.times.plain_s(n_users) == 0.0 or self.times.age(n_users) > PLAIN_EVERY:
             return "measuring a step without"
         return ""
 
@@ -254,54 +260,82 @@ class Spec:
         if self.kinds[found.kind].rule.adaptive:
             reader.indexes[found.kind].judge(found.draft, proposed, accepted)
 
-    def _compare(self, sequence: Sequence) -> None:
-        guess = self._guesses.get(sequence.request.id)
+    def _only_compared(self, sequence: Sequence) -> bool:
+        """Compare a draft that was not verified with what came; whether that is all that there is to be done in this step."""
+        id_ = sequence.request.id
+        guess = self._guesses.get(id_)
         if guess is None:
-            return
+            return False
+        account = self._account(sequence)
+        if not self._compare(guess, account, sequence):
+            del self._guesses[id_]
+            return False
+        why = "" if self.always else account.waits
+        if why:
+            self.totals.why_not[why] += 1
+        return bool(why)
+
+    def _compare(self, guess: Guess, account: Account, sequence: Sequence) -> bool:
+        """Whether there is more of it to compare."""
         n_came = sequence.n_decoded - guess.n_decoded - guess.n_right
-        if n_came > 1:  # tokens that nobody showed: a step without drafts at all, or the plugin was off
-            del self._guesses[sequence.request.id]
-        if n_came != 1:
-            return
-        account, n_matched = self._account(sequence), guess.draft.n_matched
+        if n_came != 1:  # more: tokens that nobody showed, in a step without drafts at all, or while it was off
+            return n_came == 0
+        n_matched = guess.draft.n_matched
         if guess.n_right == 0:
             account.begin_guess(n_matched)
         is_right = sequence.last_token == guess.tokens[guess.n_right]
         account.guess(n_matched, is_right)
         guess.n_right += is_right
         if is_right and guess.n_right < len(guess.tokens):
-            return
+            return True
         account.count_round(len(guess.draft.tokens) if is_right else guess.n_right)
-        del self._guesses[sequence.request.id]
+        return False
 
     @hookimpl
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn what steps take, and book it to everybody who was in this one."""
-        rows = batch.rows
-        if began := self._began.pop(batch.group, 0.0):  # looking up, copying states and sampling belong to the step too
+        rows, group = batch.rows, batch.group
+        if began := self._began.pop(group, 0.0):  # looking up, copying states and sampling belong to the step too
             elapsed_s = max(elapsed_s, time.perf_counter() - began)
-        if any(row.is_prompt for row in rows):
+        n_users, n_draft, n_again, is_mixed = len(rows), 0, 0, False
+        for row in rows:
+            n_draft += row.n_logits - 1
+            n_again += len(row.tokens) - row.n_logits  # after a snapshot came back
+            is_mixed = is_mixed or row.is_prompt
+        extra = self._extra.pop(group, 0.0) if self._extra else 0.0
+        if is_mixed:
+            self._mixed(rows, group, elapsed_s, extra)
             return
-        n_users, n_draft = len(rows), sum(row.n_logits - 1 for row in rows)
-        n_again = sum(len(row.tokens) for row in rows) - n_users - n_draft  # after a snapshot came back
-        self.totals.n_again += n_again
+        times = self.times
         if n_again == 0:
-            self.times.observe(n_users, n_draft, elapsed_s)
-        plain_s = self.times.plain_s(n_users)
+            times.observe(n_users, n_draft, elapsed_s)
+        plain_s = times.plain_s(n_users)
         if plain_s == 0.0:
             return
         lost = 0.0
-        self._n_after[batch.group] = AFTER if n_draft or n_again else max(0, self._n_after.get(batch.group, 0) - 1)
-        if self._n_after[batch.group] and not (n_draft or n_again):
-            lost = min(elapsed_s / plain_s, 2 * BUSY) - 1.0
         if n_draft or n_again:
+            self.totals.n_again += n_again
             self.totals.verify_s += max(0.0, elapsed_s - plain_s)
             # Not much more than such a step takes usually: nobody is in debt because the machine was busy.
-            usual = self.times.ratio(n_users, n_draft) if n_again == 0 else 1.0 + n_again
+            usual = times.ratio(n_users, n_draft) if n_again == 0 else 1.0 + n_again
             lost = min(elapsed_s / plain_s, BUSY * usual) - 1.0
+            self._n_after[group] = AFTER
+        elif n_after := self._n_after.get(group, 0):
+            lost = min(elapsed_s / plain_s, 2 * BUSY) - 1.0
+            self._n_after[group] = n_after - 1
+        change = self.max_loss - max(0.0, lost)
         for row in rows:
             if (account := self._accounts.get(row.sequence.request.id)) is not None:
-                account.book(self.max_loss - max(0.0, lost))
+                account.book(change)
+
+    def _mixed(self, rows: list[Row], group: int, elapsed_s: float, extra: float) -> None:
+        """A step with prompts: its length says nothing of drafts, so decoders are booked with what they were expected to take."""
+        if all(row.is_prompt for row in rows):
+            return
+        self._mixed_s[group] = elapsed_s
+        for row in rows:
+            if not row.is_prompt and (account := self._accounts.get(row.sequence.request.id)) is not None:
+                account.book(self.max_loss - extra)
 
     def _account(self, sequence: Sequence) -> Account:
         account = self._accounts.get(sequence.request.id)
@@ -334,3 +368,11 @@ def _n_generating(state: StepState) -> int:
     """Sequences that generate, in all contexts."""
     running = (slot.sequence for slot in state.slots)  # a slot can be busy without one: it is being filled or moved
     return sum(sequence is not None and sequence.state is SequenceState.DECODE for sequence in running)
+
+
+def _obstacle_of(offers: Seq[Offer], found: Seq[Found | None]) -> str:
+    """Why none of the drafts that were found may be verified; "" where one may be."""
+    if any(offer.length for offer in offers):
+        return ""
+    waiting = any(offer.account.to_prove for offer, each in zip(offers, found, strict=True) if each is not None)
+    return "refused before" if waiting else "too few accepted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 WIDTHS = (1, 3, 7, 15, 31, 63)  # drafted tokens; with the sampled one these make 2, 4, 8, … rows, so graphs are reused
 DECAY = 0.9  # weight of what is past, per round
@@ -18,6 +19,8 @@ STAKE = 2.0  # steps that one draft may cost at most, without credit
 NEIGHBOUR_MAX = 1.0  # steps that a sequence that does not draft waits longer at most, whatever its credit
 SURE = 10.0  # tokens that what is known of an earlier request counts as
 SAVED_MAX = 16.0  # steps' worth of credit a sequence can save up
+REFUSED = 2  # drafts in a row of which nothing was right, after which a sequence has to prove itself again
+PROVE, PROVE_MAX = 128, 512  # tokens that must come true undrafted first; twice as many after each further one
 
 
 def width_below(n: int) -> int:
@@ -55,7 +58,10 @@ class StepTimes:
     def observe(self, n_users: int, n_draft: int, elapsed_s: float) -> None:
         """A step without prompts took `elapsed_s`; `n_draft` tokens were drafted over all its sequences."""
         if n_draft == 0:
-            self._plain.setdefault(n_users, Average()).add(elapsed_s, self.step)
+            plain = self._plain.get(n_users)
+            if plain is None:
+                plain = self._plain[n_users] = Average()
+            plain.add(elapsed_s, self.step)
         elif (plain := self._plain.get(n_users)) is not None:
             ratios = self._ratio.setdefault(n_users, {})
             ratios.setdefault(n_draft, Average()).add(elapsed_s / plain.value, self.step)
@@ -136,6 +142,15 @@ class Account:
     accepted_ema: float = 0.0  # accepted tokens of a round
     n_drafts: int = 0
     verified_ema: float = 0.0  # accepted tokens of a draft that was verified
+    n_refused: int = 0  # verified drafts in a row of which no token was right
+    to_prove: int = 0  # tokens that must come true undrafted before the next draft is verified
+
+    @property
+    def waits(self) -> str:
+        """Why nothing of it is verified, whatever it would cost; "" where something may be."""
+        if self.credit < 0:
+            return "too risky"
+        return "refused before" if self.to_prove else ""
 
     @property
     def width_max(self) -> int:
@@ -154,6 +169,8 @@ class Account:
         rate.wrong += n_accepted < n_draft
         self.n_drafts += 1
         self.verified_ema += max(1 - DECAY, 1 / self.n_drafts) * (n_accepted - self.verified_ema)
+        self.n_refused = 0 if n_accepted else self.n_refused + 1
+        self.to_prove = min(PROVE << (self.n_refused - REFUSED), PROVE_MAX) if self.n_refused >= REFUSED else 0
         self.count_round(n_accepted)
 
     def begin_guess(self, n_matched: int) -> None:
@@ -165,6 +182,8 @@ class Account:
         """The next token of such a draft came, or another one."""
         rate = self.rate(n_matched)
         rate.right, rate.wrong = rate.right + right, rate.wrong + (not right)
+        if right and self.to_prove:
+            self.to_prove -= 1
 
     def count_round(self, n_accepted: int) -> None:
         """A round brought so many tokens, or would have."""
@@ -174,10 +193,16 @@ class Account:
 
     def heir(self) -> Account:
         """The account of a request that continues this one's text: the same rates, less sure, and no credit."""
-        rates = tuple(
+        first, second, third = (
             Rate(r.right * k, r.wrong * k) for r in self.rates for k in [min(1.0, SURE / (r.right + r.wrong))]
         )
-        return Account(rates=rates, n_drafts=min(self.n_drafts, 1), verified_ema=self.verified_ema)  # type: ignore[arg-type]
+        return Account(
+            rates=(first, second, third),
+            n_drafts=min(self.n_drafts, 1),
+            verified_ema=self.verified_ema,
+            n_refused=self.n_refused,
+            to_prove=self.to_prove,
+        )
 
     def expected(self, n_matched: int, width: int) -> float:
         """Tokens that a draft of this width is expected to bring: p + p² + … + p^width."""
@@ -194,6 +219,28 @@ class Account:
         self.credit = min(SAVED_MAX, self.credit + change)
 
 
+class Cost(Protocol):
+    """What a step takes with so many drafted tokens, over one without."""
+
+    def ratio(self, n_users: int, n_draft: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Cost beside prompts: what a draft takes longer without them, over the `part` of the step that is theirs.
+
+    `part` is in steps without prompts. A draft hardly takes longer beside a prompt than alone, and where the time of a step is
+    limited, all of it goes off the prompt's part.
+    """
+
+    times: StepTimes
+    part: float
+
+    def ratio(self, n_users: int, n_draft: int) -> float:
+        """As of StepTimes."""
+        return 1.0 + (self.times.ratio(n_users, n_draft) - 1.0) / self.part
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A draft that was found for a sequence: how long it is, and how many tokens before it matched."""
@@ -203,12 +250,14 @@ class Offer:
     n_matched: int = 0
 
 
-def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_min: int = 0) -> tuple[list[int], str]:
+def choose(
+    offers: Seq[Offer], times: Cost, n_max: int, margin: float, n_min: int = 0, prompts: Seq[Account] = ()
+) -> tuple[list[int], str]:
     """Widths for this step, one per sequence, and why there are none: the most tokens per time nobody loses by.
 
     A sequence that drafts must gain more than the step loses, and must not be in debt or stake more than it has; one that
-    does not must have the credit to wait that long. `margin` is the gain below which nothing is done; nobody drafts fewer than
-    `n_min` tokens.
+    does not must have the credit to wait that long, and so must the `prompts` that are computed beside them. `margin` is the
+    gain below which nothing is done; nobody drafts fewer than `n_min` tokens.
     """
     n_users = len(offers)
     narrowest = min(
@@ -223,9 +272,8 @@ def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_mi
         why = reason or why
         if not any(widths):
             continue
-        if any(
-            not w and min(offer.account.credit, NEIGHBOUR_MAX) < extra for offer, w in zip(offers, widths, strict=True)
-        ):
+        waiting = [*prompts, *(offer.account for offer, w in zip(offers, widths, strict=True) if not w)]
+        if any(min(account.credit, NEIGHBOUR_MAX) < extra for account in waiting):
             why = "would cost others"
             continue
         rate = (n_users + sum(gains)) / n_users / (1.0 + extra)
@@ -234,7 +282,7 @@ def choose(offers: Seq[Offer], times: StepTimes, n_max: int, margin: float, n_mi
     return best, "" if any(best) else why
 
 
-def _who_gains(offers: Seq[Offer], widths: list[int], times: StepTimes) -> tuple[list[float], float, str]:
+def _who_gains(offers: Seq[Offer], widths: list[int], times: Cost) -> tuple[list[float], float, str]:
     """Take those out of `widths` who would lose; what each gains and what the step takes longer, in plain steps."""
     reason = ""
     while True:
