@@ -11,9 +11,11 @@ import pytest
 from benches import program, spec
 from benches.spec_blocks import Block
 from benches.spec_history import history
-from benches.spec_loads import scripted
+from benches.spec_loads import CELLS, prompt_of, scripted
+from benches.spec_steps import Step, Steps, summed_up, told
 from llamamg.library import Library
 from llamamg.sampler import RowSampler
+from llamamg.testing import FakeVocabulary
 
 
 def run(*arguments: str) -> int:
@@ -45,6 +47,12 @@ def test_scripted_drafts_on_a_hybrid(library: Library, micro_model: Path, tmp_pa
     assert never["accepted"] == 0
     assert set(forced["ceilings"]["ceiling"]) == {"1", "3", "7", "15", "31"}
     assert forced["of_ceiling"] == pytest.approx(forced["gain"]["median"] / forced["ceiling"])
+    for cell in result["cells"]:
+        assert sum(drafted for drafted, _, _ in cell["steps"]["drafts"]) == cell["drafted"]
+        assert sum(accepted for _, accepted, _ in cell["steps"]["drafts"]) == cell["accepted"]
+        assert cell["steps"]["off"]["n"] == 3 * 39
+        assert f"{cell['cell']}: mean step in ms: off" in spec.table(result)
+        assert cell["first_on"]["drafts_by_width"]
     assert {h["kind"] for h in result["history"]} >= {"suffix", "ngram-map-k4v"}
     assert spec.table(result) in capsys.readouterr().out
 
@@ -64,7 +72,7 @@ def test_a_script_is_said_whatever_the_model_wants(monkeypatch: pytest.MonkeyPat
 
 def test_a_summary_follows_from_its_blocks() -> None:
     counts: dict[str, Any] = {
-        "drafts": 3, "drafted": 37, "accepted": 30, "computed_again": 0, "drafts_by_width": {"15": 2, "7": 1}, "no_draft": {}
+        "drafts": 3, "drafted": 37, "accepted": 30, "computed_again": 0, "lookup_s": 0.1, "verify_s": 0.2, "drafts_by_width": {"15": 2, "7": 1}, "no_draft": {}
     }  # fmt: skip
     blocks = {
         True: [Block(200.0 + i, 95.0 + i, counts=counts) for i in range(3)],
@@ -76,6 +84,29 @@ def test_a_summary_follows_from_its_blocks() -> None:
     assert out["gain"]["median"] == pytest.approx(201 / 101)
     assert out["of_ceiling"] == pytest.approx(201 / 101 / 2.5)
     assert out["neighbours"]["median"] == pytest.approx(96 / 101)
+
+
+def test_each_step_is_told_apart_by_the_draft_before_it() -> None:
+    steps = Steps(10.0, 100, 50)
+    for seconds, drafted, accepted in ((1, 0, 0), (3, 7, 2), (2, 0, 0), (1, 0, 0), (3, 3, 0), *[(1, 0, 0)] * 5):
+        now, n_drafted, n_accepted = steps._before
+        steps.end(now + seconds, n_drafted + drafted, n_accepted + accepted)
+    assert steps.all[1] == Step(3.0, 7, 2)
+    out = summed_up([steps.all], [[Step(1.0, 0, 0)] * 4])
+    assert out["drafts"] == [[7, 2, 3000.0], [3, 0, 3000.0]]
+    assert [each["n"] for each in out["behind"]] == [2, 2, 1, 1]
+    assert out["behind"][0]["mean_ms"] == pytest.approx(1500.0)
+    assert (out["off"]["n"], out["plain"]["n"]) == (4, 2)
+    assert out["lost"] == {"drafts": pytest.approx(4 / 15), "behind": pytest.approx(1 / 15), "plain": 0.0}
+    assert "lost of all time, by steps: drafts 26.67%, behind 6.67%, plain 0.00%" in told("never", out)
+
+
+def test_no_cell_continues_the_text_of_another() -> None:
+    """Otherwise it would inherit what was learned there."""
+    vocab: Any = FakeVocabulary()
+    right, wrong = (prompt_of(vocab, CELLS[name], 0, 900).tolist() for name in ("forced", "never"))
+    assert right[:8] != wrong[:8]
+    assert right[-50:] == wrong[-50:]
 
 
 def test_the_index_is_timed_for_every_kind(library: Library) -> None:

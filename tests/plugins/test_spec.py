@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llamamg import Batch, Row, StepState, Unavailable
+from llamamg import Batch, DraftIndex, Row, StepState, Unavailable
 from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.library import Library
 from llamamg.plugins import PluginError, PluginSet
@@ -43,7 +43,14 @@ class Serving:
     """An engine with the plugin on; `finish` answers requests sent together."""
 
     def __init__(
-        self, n_slots: int = 1, *, model: Any = repeating, slow: dict[int, float] | None = None, **options: Any
+        self,
+        n_slots: int = 1,
+        *,
+        model: Any = repeating,
+        slow: dict[int, float] | None = None,
+        by_token: Callable[[int], float] | None = None,
+        n_batch: int = 512,
+        **options: Any,
     ) -> None:
         given = {"type": "ngram-map-k4v"} | {key.replace("_", "-"): str(value) for key, value in options.items()}
         plugins_config = PluginsConfig(enable=("spec",), only=True, options={"spec": given})
@@ -51,15 +58,19 @@ class Serving:
         config = Config(ModelConfig(Path("fake.gguf")), ContextConfig(n_parallel=n_slots), plugins=plugins_config)
         config = plugins.configure(config, [])
         self.engine, self.runner, self.events = fake_engine(
-            n_slots, plugins=plugins, config=config, next_token=model, n_ctx_slot=2048, n_batch=512
+            n_slots, plugins=plugins, config=config, next_token=model, n_ctx_slot=2048, n_batch=n_batch
         )
+        self.taken_s: list[float] = []  # by each step, where `by_token` says so
         self.plugin: Spec = plugins._members["spec"].instance
-        if slow is not None:
+        if slow is not None or by_token is not None:
             collect = self.runner.collect
 
             def slowly() -> Any:
                 done = collect()
-                if done is not None:
+                if done is not None and by_token is not None:
+                    done.elapsed_s = by_token(done.batch.n_tokens)
+                    self.taken_s.append(done.elapsed_s)
+                elif done is not None and slow is not None:
                     done.elapsed_s = slow.get(sum(row.n_logits for row in done.batch.rows), max(slow.values()))
                 return done
 
@@ -442,3 +453,76 @@ def test_slow_steps_behind_a_draft_are_booked_to_it() -> None:
     before = account.credit
     step(spec, 0, 0.02)
     assert account.credit > before, "long after it"
+
+
+def step_s(n_tokens: int) -> float:
+    """A step's time where each row more takes a twentieth of the first one's."""
+    return 0.01 * (1 + 0.05 * (n_tokens - 1))
+
+
+def beside_a_prompt(n_batch: int, **options: Any) -> tuple[float, int]:
+    """Seconds until the first token of a prompt that arrives beside two that repeat themselves; tokens drafted meanwhile."""
+    served = Serving(3, by_token=step_s, n_batch=n_batch, **options)
+    for i in range(2):
+        served.engine.submit(ask("go", n_predict=1900, id_slot=i))
+    for _ in range(60):
+        served.engine.step()
+    began, before = len(served.taken_s), served.plugin.totals.n_draft
+    prompt = ask([33 + (n * n * 7 + n // 5) % 90 for n in range(1500)], n_predict=1, id_slot=2)
+    served.engine.submit(prompt)
+    while not any(isinstance(event, Finished) and id_ == prompt.id for id_, event in served.events):
+        served.engine.step()
+    return sum(served.taken_s[began:]), served.plugin.totals.n_draft - before
+
+
+@pytest.mark.parametrize("n_batch", [16, 64, 256])
+def test_a_prompt_beside_them_loses_no_more_than_the_limit(n_batch: int) -> None:
+    """Rows of drafts take its room in the batch, so it needs more steps, and each of them takes as long."""
+    without, none = beside_a_prompt(n_batch, max_users=1)
+    careful, few = beside_a_prompt(n_batch, max_loss=2)
+    careless, many = beside_a_prompt(n_batch, max_loss=100)
+    assert none == 0
+    assert careful < 1.03 * without + step_s(n_batch)
+    assert careless > 1.1 * without, "otherwise this says nothing"
+    assert few < many
+
+
+def test_drafts_go_on_behind_the_prompt() -> None:
+    served = Serving(2, by_token=step_s, n_batch=64)
+    served.engine.submit(ask("go", n_predict=1500, id_slot=0))
+    for _ in range(62):
+        served.engine.step()
+    prompt = ask([33 + (n * n * 7 + n // 5) % 90 for n in range(500)], n_predict=1, id_slot=1)
+    served.engine.submit(prompt)
+    while not any(id_ == prompt.id and isinstance(event, Finished) for id_, event in served.events):
+        served.engine.step()
+    before, why_not = served.plugin.effect, served.plugin.report["no_draft"]
+    assert why_not["beside a prompt"] == 1, "how long such a step takes is known after the first"
+    run(served.engine)
+    assert served.plugin.effect > before + 500
+
+
+def test_nothing_is_looked_up_while_nothing_may_be_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when what is compared with the text has come to its end there is a look-up for more."""
+    served = Serving(slow={n: 0.01 * (1 + 0.1 * (n - 1)) for n in range(1, 33)})
+    served.engine.submit(ask("go", n_predict=1000))
+    for _ in range(70):
+        served.engine.step()
+    account = served.plugin._account(request_of(served))
+    lookups = []
+
+    def draft(*arguments: Any) -> Any:
+        lookups.append(arguments)
+        return looked_up(*arguments)
+
+    looked_up = DraftIndex.draft
+    monkeypatch.setattr(DraftIndex, "draft", draft)
+    account.to_prove, before = 62, served.plugin.totals.n_draft
+    for _ in range(62):  # the first one finds what the others are compared with
+        served.engine.step()
+    assert (account.to_prove, served.plugin.totals.n_draft) == (1, before)
+    assert len(lookups) <= 3
+    assert served.plugin.report["no_draft"]["refused before"] >= 60
+    for _ in range(3):
+        served.engine.step()
+    assert served.plugin.totals.n_draft > before

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from llamamg_plugins.spec_cost import FIRST_WIDTH, WIDTHS, Account, Offer, StepTimes, choose, width_below
+from llamamg_plugins.spec_cost import (
+    FIRST_WIDTH,
+    PROVE,
+    PROVE_MAX,
+    WIDTHS,
+    Account,
+    Beside,
+    Offer,
+    StepTimes,
+    choose,
+    width_below,
+)
 
 LONG = 32  # tokens matched
 
@@ -202,3 +213,53 @@ def test_a_smallest_width_above_the_first_one_is_drafted_from_the_beginning() ->
     flat = times(w1=0.01, w3=0.01, w7=0.01, w15=0.0101, w31=0.0102)
     assert choose([Offer(Account(credit=10.0), 40, LONG)], flat, 31, 0.03, n_min=12)[0] == [15]
     assert choose([Offer(Account(credit=10.0), 14, LONG)], flat, 31, 0.03, n_min=12)[0] == [0], "too short a draft"
+
+
+def test_who_was_refused_twice_proves_itself_undrafted() -> None:
+    account = Account(credit=5.0)
+    account.learn(LONG, 7, 0)
+    assert account.waits == ""
+    account.learn(LONG, 7, 0)
+    assert account.waits == "refused before"
+    for _ in range(PROVE - 1):
+        account.guess(LONG, True)
+    account.guess(LONG, False)
+    assert account.waits == "refused before", "only what came true counts"
+    account.guess(LONG, True)
+    assert account.waits == ""
+
+
+def test_each_further_refusal_takes_twice_as_long_up_to_a_bound() -> None:
+    account, taken = Account(credit=50.0), []
+    for _ in range(6):
+        account.learn(LONG, 7, 0)
+        taken.append(account.to_prove)
+        for _ in range(account.to_prove):
+            account.guess(LONG, True)
+    assert taken == [0, PROVE, 2 * PROVE, PROVE_MAX, PROVE_MAX, PROVE_MAX]
+    account.learn(LONG, 7, 1)
+    account.learn(LONG, 7, 0)
+    assert account.to_prove == 0, "one that came true ends it"
+
+
+def test_what_continues_a_text_still_has_to_prove_itself() -> None:
+    account = Account()
+    for _ in range(2):
+        account.learn(LONG, 7, 0)
+    account.guess(LONG, True)
+    assert account.heir().to_prove == PROVE - 1
+    assert account.heir().n_refused == 2
+
+
+def test_a_prompt_beside_it_waits_only_as_long_as_its_credit_lasts() -> None:
+    known, offer = times(w1=0.011, w3=0.012, w7=0.014, w15=0.05, w31=0.1), Offer(sure(credit=5.0), 10, LONG)
+    assert choose([offer], known, 31, 0.03, prompts=[Account(credit=0.3)]) == ([3], "")
+    assert choose([offer], known, 31, 0.03, prompts=[Account(credit=0.3), Account()]) == ([0], "would cost others")
+    assert choose([offer], known, 31, 0.03, prompts=[Account(credit=0.5)]) == ([7], "")
+
+
+def test_a_draft_beside_a_prompt_takes_its_time_off_the_prompts_part() -> None:
+    known = times(w7=0.014)
+    assert Beside(known, 2.0).ratio(1, 7) == pytest.approx(1.2)
+    assert Beside(known, 0.5).ratio(1, 7) == pytest.approx(1.8)
+    assert Beside(known, 0.5).ratio(1, 0) == 1.0
