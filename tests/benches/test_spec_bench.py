@@ -72,7 +72,8 @@ def test_a_script_is_said_whatever_the_model_wants(monkeypatch: pytest.MonkeyPat
 
 def test_a_summary_follows_from_its_blocks() -> None:
     counts: dict[str, Any] = {
-        "drafts": 3, "drafted": 37, "accepted": 30, "computed_again": 0, "lookup_s": 0.1, "verify_s": 0.2, "drafts_by_width": {"15": 2, "7": 1}, "no_draft": {}
+        "drafts": 3, "drafted": 37, "accepted": 30, "computed_again": 0, "lookup_s": 0.1, "verify_s": 0.2,
+        "drafts_by_width": {"15": 2, "7": 1}, "no_draft": {}
     }  # fmt: skip
     blocks = {
         True: [Block(200.0 + i, 95.0 + i, counts=counts) for i in range(3)],

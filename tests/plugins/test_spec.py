@@ -297,9 +297,10 @@ def test_each_context_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None
     plugin, state = served.plugin, served.engine.scheduler.state
     first, second = state.decoding
     second.slot.context = 1
-    plugin.times = StepTimes()
+    plugin.books.times = StepTimes()
     now = 10.0
-    monkeypatch.setattr("llamamg_plugins.spec.time", SimpleNamespace(perf_counter=lambda: now))
+    for module in ("spec", "spec_books"):
+        monkeypatch.setattr(f"llamamg_plugins.{module}.time", SimpleNamespace(perf_counter=lambda: now))
     for sequence, began in ((first, 10.0), (second, 13.0)):
         now = began
         plugin.spec_limit(StepState(64, 16, slots=state.slots, decoding=[sequence]))
@@ -307,7 +308,7 @@ def test_each_context_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None
     for sequence, ended in ((first, 14.0), (second, 15.0)):
         now = ended
         plugin.batch_done(Batch([Row(sequence, [1], 9, 1)], sequence.slot.context), 0.5)
-        taken.append(plugin.times.table()["1"]["0"])
+        taken.append(plugin.books.times.table()["1"]["0"])
     assert taken == [4000.0, 2000.0]  # of the first two of a size the shorter one is kept
 
 
@@ -346,14 +347,14 @@ def test_what_ended_while_it_was_off_is_forgotten() -> None:
     for _ in range(5):
         request = ask("go", n_predict=100)
         served.engine.submit(request)
-        while request.id not in served.plugin._accounts:
+        while request.id not in served.plugin.books.accounts:
             served.engine.step()
         served.engine.plugins.toggle("spec", False)
         run(served.engine)
         served.engine.plugins.toggle("spec", True)
-    assert len(served.plugin._accounts) == 1
+    assert len(served.plugin.books.accounts) == 1
     served.finish(ask("go", n_predict=20))
-    assert served.plugin._accounts == {}
+    assert served.plugin.books.accounts == {}
 
 
 def test_a_long_text_is_read_over_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +391,7 @@ def test_what_would_draft_nothing_is_said(options: dict[str, Any], words: str) -
 def test_finished_requests_are_forgotten() -> None:
     served = Serving(2)
     served.finish(*[ask("go", n_predict=100, id_slot=i) for i in range(2)])
-    assert (served.plugin._accounts, served.plugin._guesses, served.plugin._found) == ({}, {}, {})
+    assert (served.plugin.books.accounts, served.plugin._guesses, served.plugin._found) == ({}, {}, {})
 
 
 def test_a_request_that_continues_a_text_drafts_sooner() -> None:
@@ -439,7 +440,7 @@ def test_slow_steps_behind_a_draft_are_booked_to_it() -> None:
 
     sequence = SimpleNamespace(request=SimpleNamespace(id=1))
     spec = Spec()
-    account = spec._accounts[1] = Account()
+    account = spec.books.accounts[1] = Account()
     for _ in range(5):
         step(spec, 0, 0.01)
     account.credit = 0.0
