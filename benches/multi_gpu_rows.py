@@ -104,7 +104,7 @@ def has_plugin() -> bool:
 
 
 def _auto(s: Setting) -> str:
-    return f"auto:{s.ours} {_on(s)}".strip()
+    return f"groups-auto:{s.ours} {_on(s)}".strip()
 
 
 def _on(s: Setting) -> str:
@@ -113,7 +113,7 @@ def _on(s: Setting) -> str:
 
 
 def _off(s: Setting) -> str:
-    return f"off2:{s.ours} --disable {PLUGIN}" if has_plugin() else f"off2:{s.ours}"
+    return f"groups-off:{s.ours} --disable {PLUGIN}" if has_plugin() else f"groups-off:{s.ours}"
 
 
 def _grid(

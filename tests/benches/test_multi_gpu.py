@@ -40,14 +40,14 @@ def has_plugin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_the_grid_compares_upstream_and_groups(has_plugin: bool) -> None:
     row = multi_gpu_rows.grid(setting())
     sides = sides_of(row)
-    assert list(sides) == ["upstream", "off2"] + ["auto"] * has_plugin
+    assert list(sides) == ["upstream", "groups-off"] + ["groups-auto"] * has_plugin
     assert sides["upstream"].is_upstream
     assert row.argv[row.argv.index("--copy-from") + 1] == "50k"
     if has_plugin:
-        assert sides["off2"].flags == ("--disable", "decode-groups")
-        assert sides["auto"].flags == ("--enable", "decode-groups")
+        assert sides["groups-off"].flags == ("--disable", "decode-groups")
+        assert sides["groups-auto"].flags == ("--enable", "decode-groups")
         single = sides_of(multi_gpu_rows.grid(setting(devices=("CUDA0",))))
-        assert single["auto"].flags[-1] == "decode-groups.groups=2", "one device has no groups by itself"
+        assert single["groups-auto"].flags[-1] == "decode-groups.groups=2", "one device has no groups by itself"
 
 
 def words_of(row: Row) -> dict[str, str]:
