@@ -86,6 +86,7 @@ class Books:
 
     def _mixed(self, batch: Batch, elapsed_s: float, extra: float) -> None:
         """A step with prompts: its length says nothing of drafts, so decoders are booked with what they were expected to take."""
+        self._n_after.pop(batch.group, None)  # the graphs of what comes next are made anew because of the prompt
         decoding = [row for row in batch.rows if not row.is_prompt]
         if decoding:
             self._mixed_s[batch.group] = elapsed_s

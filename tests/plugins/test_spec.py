@@ -435,8 +435,8 @@ def test_toggled_off_nothing_is_drafted() -> None:
 def test_slow_steps_behind_a_draft_are_booked_to_it() -> None:
     """What a draft leaves behind, such as graphs to be made anew, is a part of what it costs."""
 
-    def step(spec: Spec, n_draft: int, elapsed_s: float) -> None:
-        spec.batch_done(Batch([Row(sequence, [1], 0, 1 + n_draft, False)], 0), elapsed_s)
+    def step(spec: Spec, n_draft: int, elapsed_s: float, is_prompt: bool = False) -> None:
+        spec.batch_done(Batch([Row(sequence, [1], 0, 1 + n_draft, is_prompt)], 0), elapsed_s)
 
     sequence = SimpleNamespace(request=SimpleNamespace(id=1))
     spec = Spec()
@@ -454,6 +454,12 @@ def test_slow_steps_behind_a_draft_are_booked_to_it() -> None:
     before = account.credit
     step(spec, 0, 0.02)
     assert account.credit > before, "long after it"
+    account.credit = 0.0
+    step(spec, 3, 0.01)
+    step(spec, 0, 0.5, is_prompt=True)
+    before = account.credit
+    step(spec, 0, 0.02)
+    assert account.credit > before, "behind a prompt it is the prompt's graphs that were replaced"
 
 
 def step_s(n_tokens: int) -> float:
