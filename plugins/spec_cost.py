@@ -192,12 +192,13 @@ class Account:
         self.accepted_ema += weight * (n_accepted - self.accepted_ema)
 
     def heir(self) -> Account:
-        """The account of a request that continues this one's text: the same rates, less sure, and no credit."""
+        """The account of a request that continues this one's text: the same rates, less sure; debts, and credit for one draft."""
         first, second, third = (
             Rate(r.right * k, r.wrong * k) for r in self.rates for k in [min(1.0, SURE / (r.right + r.wrong))]
         )
         return Account(
             rates=(first, second, third),
+            credit=min(self.credit, STAKE if self.verified_ema >= COME_TRUE else 0.0),
             n_drafts=min(self.n_drafts, 1),
             verified_ema=self.verified_ema,
             n_refused=self.n_refused,

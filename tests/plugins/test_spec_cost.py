@@ -182,7 +182,9 @@ def test_what_continues_a_text_begins_with_what_was_learned_of_it() -> None:
     heir = sure(credit=5.0).heir()
     assert heir.rate(LONG).p > 0.95
     assert heir.rate(LONG).right + heir.rate(LONG).wrong == pytest.approx(10.0)
-    assert (heir.credit, heir.rounds) == (0.0, 0)
+    assert (heir.credit, heir.rounds) == (2.0, 0)
+    assert unsure(credit=5.0).heir().credit == 0.0, "only where drafts came true"
+    assert sure(credit=-3.0).heir().credit == -3.0, "a debt stays with the text"
     assert Account().heir() == Account()
 
 
