@@ -261,9 +261,8 @@ def choose(
     gain below which nothing is done; nobody drafts fewer than `n_min` tokens.
     """
     n_users = len(offers)
-    narrowest = min(
-        (width for width in WIDTHS if width >= n_min), default=n_min
-    )  # what is asked for at least goes before caution
+    # What is asked for at least goes before caution.
+    narrowest = min((width for width in WIDTHS if width >= n_min), default=n_min)
     best, best_rate, why = [0] * n_users, 1.0 + margin, "would not pay"
     for cap in (width for width in WIDTHS if n_min <= width <= n_max):
         widths = [width_below(min(offer.length, cap, max(offer.account.width_max, narrowest))) for offer in offers]
