@@ -111,7 +111,8 @@ def opened(config: Config, plugins: PluginSet | None = None, handle: Any = None)
 
     `handle` is a model that is loaded already, and stays loaded.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the server: threads that copy or compute do not wait for each other
+    # As in the server: threads that copy or compute do not wait for each other.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     plugins = plugins or PluginSet.discover(config.plugins)
     title = f"loading {config.model.path.name}"
     with tqdm(total=100, desc=title, unit="%", leave=False, disable=None) as bar, interrupt.held():

@@ -91,12 +91,20 @@ def run(model: Path, n_repeats: int) -> dict[str, Any]:
         for kind, begin, end in windows
     ]
     largest = float(np.median([r["largest_ms"] for r in runs]))
-    return {"bench": "lock-hold", "busy_before": busy, "limit_ms": LIMIT_MS, "passed": largest <= LIMIT_MS, "runs": runs}
+    return {
+        "bench": "lock-hold",
+        "busy_before": busy,
+        "limit_ms": LIMIT_MS,
+        "passed": largest <= LIMIT_MS,
+        "runs": runs,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
-    lines = [f"{'arrives':<8} {'n':>3} {'before: median':>15} {'during: median':>15} {'max':>7}  ms waited for the lock"]
+    lines = [
+        f"{'arrives':<8} {'n':>3} {'before: median':>15} {'during: median':>15} {'max':>7}  ms waited for the lock"
+    ]
     for kind in dict.fromkeys(r["kind"] for r in result["runs"]):
         of_kind = [r for r in result["runs"] if r["kind"] == kind]
         before, during = ([r[key] for r in of_kind] for key in ("before_ms", "largest_ms"))

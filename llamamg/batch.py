@@ -65,8 +65,9 @@ class Batch:
                 head.rows.append(row)
                 room -= len(row)
             elif room > 0 and row.n_logits <= len(row) - room:
-                head.rows.append(Row(row.sequence, row.tokens[:room], row.pos0, 0, row.is_prompt))
-                tail.rows.append(Row(row.sequence, row.tokens[room:], row.pos0 + room, row.n_logits, row.is_prompt, row.waits))
+                begin, rest, pos = row.tokens[:room], row.tokens[room:], row.pos0 + room
+                head.rows.append(Row(row.sequence, begin, row.pos0, 0, row.is_prompt))
+                tail.rows.append(Row(row.sequence, rest, pos, row.n_logits, row.is_prompt, row.waits))
                 room = 0
             else:
                 tail.rows.append(row)

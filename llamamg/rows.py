@@ -128,7 +128,8 @@ class Rows:
         slot.tokens.extend(tokens)
         sequence.n_past, sequence.goes_back = end, False
         waits = self._checkpoints.may_follow(sequence, end, is_cut=ends_early)
-        batch.rows.append(Row(sequence, tokens, begin, 1 if end == sequence.n_prompt else 0, is_prompt=True, waits=waits))
+        n_logits = 1 if end == sequence.n_prompt else 0
+        batch.rows.append(Row(sequence, tokens, begin, n_logits, is_prompt=True, waits=waits))
         return end - begin
 
 

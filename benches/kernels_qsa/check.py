@@ -65,14 +65,26 @@ def n_split_of(hkv: int, t: int) -> int:
 
 # ---- ATTN ----
 
+
 class Attn:
-    def __init__(self, d: int, h: int, hkv: int, kt: int, vt: int, kv_size: int, n_stream: int, r: int, ntop: int,
-                 force_cc: int = 0) -> None:
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        hkv: int,
+        kt: int,
+        vt: int,
+        kv_size: int,
+        n_stream: int,
+        r: int,
+        ntop: int,
+        force_cc: int = 0,
+    ) -> None:
         self.d, self.h, self.hkv, self.kt, self.vt = d, h, hkv, kt, vt
         self.kv_size, self.n_stream, self.r, self.ntop, self.force_cc = kv_size, n_stream, r, ntop, force_cc
         self.k = fm.random_rows(cp, kt, kv_size * n_stream, d * hkv, RNG)
         self.v = fm.random_rows(cp, vt, kv_size * n_stream, d * hkv, RNG)
-        self.scale = d ** -0.5
+        self.scale = d**-0.5
 
     def tokens(self, idx: Any, shared: float = 0.0) -> None:
         """Tokens at global cells idx (host array), random lists (`shared`: part kept from the token before)."""
@@ -89,7 +101,7 @@ class Attn:
             if last is not None and shared:
                 keep = HOST.choice(last, int(shared * self.ntop), replace=False, shuffle=False)
                 rest = np.setdiff1d(HOST.choice(n, 2 * self.ntop, replace=False, shuffle=False), keep)
-                pick = np.concatenate([keep, HOST.permutation(rest)[:self.ntop - len(keep)]])
+                pick = np.concatenate([keep, HOST.permutation(rest)[: self.ntop - len(keep)]])
             else:
                 pick = HOST.choice(n, self.ntop, replace=False, shuffle=False)
             last = pick
@@ -103,11 +115,34 @@ class Attn:
         self.part = cp.full((self.n_split * rows * (self.d + 2),), cp.nan, dtype=cp.float32)
 
     def run(self) -> None:
-        must(LIB.qsa_attn(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.k.data.ptr,
-                          self.k.shape[1], self.v.data.ptr, self.v.shape[1], self.idx.data.ptr, self.list.data.ptr,
-                          self.out.data.ptr, self.part.data.ptr,
-                          self.kt, self.vt, self.t, self.h, self.hkv, self.d, self.ntop, self.r.bit_length() - 1,
-                          self.n_split, self.kv_size, self.scale, self.force_cc, stream()))
+        must(
+            LIB.qsa_attn(
+                self.q.data.ptr,
+                self.q.strides[1] // 4,
+                self.q.strides[0] // 4,
+                self.k.data.ptr,
+                self.k.shape[1],
+                self.v.data.ptr,
+                self.v.shape[1],
+                self.idx.data.ptr,
+                self.list.data.ptr,
+                self.out.data.ptr,
+                self.part.data.ptr,
+                self.kt,
+                self.vt,
+                self.t,
+                self.h,
+                self.hkv,
+                self.d,
+                self.ntop,
+                self.r.bit_length() - 1,
+                self.n_split,
+                self.kv_size,
+                self.scale,
+                self.force_cc,
+                stream(),
+            )
+        )
 
     def reference(self) -> Any:
         out = cp.empty((self.t, self.h, self.d), dtype=cp.float64)
@@ -151,7 +186,7 @@ def check_attn(small: bool) -> None:
                 kv_size = 512 if small else 8192
                 x = Attn(d, h, hkv, kt, vt, kv_size, 3, 4, ntop, force_cc)
                 norm, most, same = 0.0, 0.0, True
-                for n in ((3,) if small else (1, 9, 76)):
+                for n in (3,) if small else (1, 9, 76):
                     x.tokens(edge_cells(kv_size, 3, 4, ntop, n))
                     x.run()
                     first = x.out.copy()
@@ -183,15 +218,16 @@ def check_attn(small: bool) -> None:
     most = 0.0
     for i in range(0, x.t, 7):
         alone.t, alone.n_split = 1, n_split_of(2, 1)
-        alone.q, alone.idx, alone.list = x.q[i:i + 1], x.idx[i:i + 1], x.list[i:i + 1]
+        alone.q, alone.idx, alone.list = x.q[i : i + 1], x.idx[i : i + 1], x.list[i : i + 1]
         alone.out = cp.full((1, x.h, x.d), cp.nan, dtype=cp.float32)
         alone.part = cp.full((33 * x.h * (x.d + 2),), cp.nan, dtype=cp.float32)
         alone.run()
-        most = max(most, worst(alone.out, x.out[i:i + 1].astype(cp.float64)))
+        most = max(most, worst(alone.out, x.out[i : i + 1].astype(cp.float64)))
     note("attn T=1 against T=70", most < 1e-3, worst=most)
 
 
 # ---- POOL ----
+
 
 def pool_reference(x: Any, r: int, gamma: Any, pos: Any, n_rot: int, base: float) -> Any:
     d = x.shape[1]
@@ -218,25 +254,46 @@ def check_pool(small: bool) -> None:
                 pooled = cp.full((nb * n_stream, d), cp.nan, dtype=cp.float32)
                 ranges = [(2, 5, nb), (0, 0, 7), (1, 9, 9)] if n_stream == 3 else [(0, 0, nb)]
                 dev = cp.asarray(np.array([(*x, 0) for x in ranges], dtype=np.int32))
-                must(LIB.qsa_pool(raw.data.ptr, raw.shape[1], kind, pooled.data.ptr, gamma.data.ptr, dev.data.ptr,
-                                  len(ranges), d, r.bit_length() - 1, kv_size, 64, 1e-6, 1e7, stream()))
+                must(
+                    LIB.qsa_pool(
+                        raw.data.ptr,
+                        raw.shape[1],
+                        kind,
+                        pooled.data.ptr,
+                        gamma.data.ptr,
+                        dev.data.ptr,
+                        len(ranges),
+                        d,
+                        r.bit_length() - 1,
+                        kv_size,
+                        64,
+                        1e-6,
+                        1e7,
+                        stream(),
+                    )
+                )
                 written = cp.zeros(nb * n_stream, dtype=bool)
                 most = 0.0
                 for s, lo, hi in ranges:
-                    written[s * nb + lo:s * nb + hi] = True
+                    written[s * nb + lo : s * nb + hi] = True
                     if lo >= hi:
                         continue
-                    x = fm.values(cp, kind, raw[s * kv_size + lo * r:s * kv_size + hi * r])
+                    x = fm.values(cp, kind, raw[s * kv_size + lo * r : s * kv_size + hi * r])
                     ref = pool_reference(x, r, gamma, cp.arange(lo, hi) * r, 64, 1e7)
-                    most = max(most, rel(pooled[s * nb + lo:s * nb + hi], ref))
+                    most = max(most, rel(pooled[s * nb + lo : s * nb + hi], ref))
                 clean = bool((cp.isnan(pooled).any(axis=1) == ~written).all())
                 # at 262144 an F32 angle itself is only good to 0.016 rad
                 limit = 3e-5 if kv_size < 5000 else 5e-3
-                note(f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}", clean and most < limit, rel=most,
-                     only_its_rows=clean)
+                note(
+                    f"pool d={d} r={r} {fm.NAMES[kind]} kv={kv_size}",
+                    clean and most < limit,
+                    rel=most,
+                    only_its_rows=clean,
+                )
 
 
 # ---- SELECT ----
+
 
 class Select:
     force_cc = 0
@@ -256,10 +313,27 @@ class Select:
         self.keys = cp.full((self.rows * (self.nb + 2048),), 0xFFFFFFFF, dtype=cp.uint32)
 
     def run(self, what: int = 3) -> None:
-        must(LIB.qsa_select(self.q.data.ptr, self.q.strides[1] // 4, self.q.strides[0] // 4, self.pooled.data.ptr,
-                            self.idx.data.ptr,
-                            self.list.data.ptr, self.keys.data.ptr, self.d, self.h, self.t, self.ntop,
-                            self.r.bit_length() - 1, self.kv_size, self.rows, what, self.force_cc, stream()))
+        must(
+            LIB.qsa_select(
+                self.q.data.ptr,
+                self.q.strides[1] // 4,
+                self.q.strides[0] // 4,
+                self.pooled.data.ptr,
+                self.idx.data.ptr,
+                self.list.data.ptr,
+                self.keys.data.ptr,
+                self.d,
+                self.h,
+                self.t,
+                self.ntop,
+                self.r.bit_length() - 1,
+                self.kv_size,
+                self.rows,
+                what,
+                self.force_cc,
+                stream(),
+            )
+        )
 
     def compare(self) -> tuple[int, int, int]:
         """(tokens whose list is wrong, blocks swapped within 1e-5 of the edge, blocks swapped elsewhere)."""
@@ -274,9 +348,9 @@ class Select:
                 bad += not np.array_equal(got, want)
                 continue
             b0 = (int(x) - c) // self.r
-            dots = self.q[i].astype(cp.float64) @ self.pooled[b0:b0 + n].astype(cp.float64).T
+            dots = self.q[i].astype(cp.float64) @ self.pooled[b0 : b0 + n].astype(cp.float64).T
             s = cp.maximum(dots, 0).sum(axis=0).get()
-            order = np.lexsort((np.arange(n), -s))[:self.ntop]
+            order = np.lexsort((np.arange(n), -s))[: self.ntop]
             if got.min() < 0 or got.max() >= n or (np.diff(got) <= 0).any():
                 bad += 1
                 continue
@@ -293,7 +367,7 @@ def check_select(small: bool) -> None:
     ntop = 16 if small else 512
     for d, h in ((128, 4), (64, 2), (64, 3), (128, 1), (64, 4)):
         x = Select(d, h, big, 3, ntop)
-        for n in ((1, 20) if small else (1, 5, 16, 17, 70, 150)):
+        for n in (1, 20) if small else (1, 5, 16, 17, 70, 150):
             x.tokens(edge_cells(big, 3, 4, ntop, n))
             x.run()
             bad, near, far = x.compare()
@@ -312,7 +386,7 @@ def check_select(small: bool) -> None:
             alone.__dict__.update(x.__dict__)
             same = True
             for i in range(n):
-                alone.idx, alone.q, alone.t, alone.rows = x.idx[i:i + 1], x.q[i:i + 1], 1, 1
+                alone.idx, alone.q, alone.t, alone.rows = x.idx[i : i + 1], x.q[i : i + 1], 1, 1
                 alone.list = cp.full((1, ntop), -7, dtype=cp.int32)
                 alone.run()
                 same &= bool((alone.list[0] == lists[i]).all())
@@ -381,6 +455,7 @@ def check_select(small: bool) -> None:
 
 
 # ---- graphs ----
+
 
 def check_graph(small: bool) -> None:
     """Layers of SELECT and ATTN captured one behind the other, as in a model: replays give the bits of plain launches."""

@@ -39,8 +39,9 @@ def graph_us(calls: list[Callable[[], None]], repeats: int = 15) -> float:
 def copy_gbs() -> float:
     a = cp.random.random(1 << 28, dtype=cp.float32)
     b = cp.empty_like(a)
-    us = graph_us([lambda: cp.cuda.runtime.memcpyAsync(b.data.ptr, a.data.ptr, a.nbytes, 3,
-                                                       cp.cuda.get_current_stream().ptr)] * 4)
+    us = graph_us(
+        [lambda: cp.cuda.runtime.memcpyAsync(b.data.ptr, a.data.ptr, a.nbytes, 3, cp.cuda.get_current_stream().ptr)] * 4
+    )
     kernel = cp.ElementwiseKernel("float32 x", "float32 y", "y = x", "copy")
     us = min(us, graph_us([lambda: kernel(a, b)] * 4))
     start, stop = cp.cuda.Event(), cp.cuda.Event()
@@ -66,8 +67,24 @@ def attn_calls(check: Any, x: Any, count: int, t: int, shared: float) -> list[Ca
 
 
 def pool_once(check: Any, raw: Any, kind: int, pooled: Any, gamma: Any, ranges: Any, n: int) -> None:
-    check.must(check.LIB.qsa_pool(raw.data.ptr, raw.shape[1], kind, pooled.data.ptr, gamma.data.ptr, ranges.data.ptr, 1,
-                                  128, 2, n, 64, 1e-6, 1e7, check.stream()))
+    check.must(
+        check.LIB.qsa_pool(
+            raw.data.ptr,
+            raw.shape[1],
+            kind,
+            pooled.data.ptr,
+            gamma.data.ptr,
+            ranges.data.ptr,
+            1,
+            128,
+            2,
+            n,
+            64,
+            1e-6,
+            1e7,
+            check.stream(),
+        )
+    )
 
 
 def run(check: Any, results: dict[str, Any]) -> None:
@@ -78,8 +95,9 @@ def run(check: Any, results: dict[str, Any]) -> None:
 
     def report(name: str, us: float, n_bytes: float, flops: float = 0.0, peak: float = 0.0) -> None:
         floor = max(n_bytes / bw / 1000, flops / peak / 1e6 if peak else 0.0)
-        results["times"].append({"name": name, "us": us, "gb": n_bytes / 1e9, "floor_us": floor,
-                                 "of_floor": floor / us})
+        results["times"].append(
+            {"name": name, "us": us, "gb": n_bytes / 1e9, "floor_us": floor, "of_floor": floor / us}
+        )
         print(f"{name:44s} {us:9.2f} us  floor {floor:8.2f} us  {100 * floor / us:5.1f} %", flush=True)
 
     n = 262144
@@ -110,8 +128,13 @@ def run(check: Any, results: dict[str, Any]) -> None:
             for what, part in ((3, "select"), (1, "  score (first chunk)"), (2, "  pick (first chunk)")):
                 share = 1.0 if what == 3 else min(t, rows) / t
                 us = graph_us([partial(x.run, what) for x in use])
-                report(f"{part} T={t} depth {depth}" + (f" R={rows}" if t > 64 else ""), us,
-                       (n_bytes if what != 2 else t * nb * 4) * share, flops * share if what != 2 else 0.0, 67e12)
+                report(
+                    f"{part} T={t} depth {depth}" + (f" R={rows}" if t > 64 else ""),
+                    us,
+                    (n_bytes if what != 2 else t * nb * 4) * share,
+                    flops * share if what != 2 else 0.0,
+                    67e12,
+                )
     check.ROWS = 128
     for kind, lo in ((fm.F16, n // 4 - 1), (fm.F16, n // 4 - 128), (fm.F16, 0), (fm.Q8_0, 0)):
         raw = fm.random_rows(cp, kind, n, 128, check.RNG)

@@ -21,7 +21,8 @@ _LETTERS = {
     "e": "penalties",
     "a": "adaptive_p",
 }
-_SPOKEN = {"nucleus": "top_p", "temp": "temperature"} | dict.fromkeys(("typ", "typical", "typical-p", "typical_p"), "typ_p")
+_TYPICAL = ("typ", "typical", "typical-p", "typical_p")
+_SPOKEN = {"nucleus": "top_p", "temp": "temperature"} | dict.fromkeys(_TYPICAL, "typ_p")
 
 
 def samplers(value: str) -> tuple[str, ...]:

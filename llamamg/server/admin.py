@@ -153,7 +153,9 @@ class Admin:
             raise bad_field("enabled", "must be true or false")
         if len(body) > 1:
             more = ", ".join(sorted(set(body) - {"enabled"}))
-            raise bad_request(f"Only `enabled` can be changed in a running server, not {more}: options are set at the start")
+            raise bad_request(
+                f"Only `enabled` can be changed in a running server, not {more}: options are set at the start"
+            )
         if name not in {view.name for view in engine.plugins.views()}:
             known = ", ".join(sorted(view.name for view in engine.plugins.views())) or "none"
             raise ApiError(404, f"There is no plugin '{name}'. Known plugins: {known}")

@@ -68,8 +68,12 @@ def fine() -> dict[str, Any]:
         ({"bad_words_in_log": ["quarantine"]}, "quarantine"),
         ({"memory_mib": [{"host": 1000.0, "devices": []}, {"host": 1200.0, "devices": []}]}, "main memory"),
         (
-            {"memory_mib": [{"host": 1000.0, "checkpoints": 0.0, "devices": []},
-                            {"host": 1300.0, "checkpoints": 100.0, "devices": []}]},
+            {
+                "memory_mib": [
+                    {"host": 1000.0, "checkpoints": 0.0, "devices": []},
+                    {"host": 1300.0, "checkpoints": 100.0, "devices": []},
+                ]
+            },
             "main memory",
         ),
         ({"memory_mib": [{"host": None, "devices": [5000.0]}, {"host": None, "devices": [5400.0]}]}, "GPU 0"),
@@ -82,7 +86,10 @@ def test_every_failure_is_said(change: dict[str, Any], word: str) -> None:
 
 
 def test_what_slots_keep_is_no_leak() -> None:
-    looks = [{"host": 1000.0, "checkpoints": 100.0, "devices": []}, {"host": 1900.0, "checkpoints": 1000.0, "devices": []}]
+    looks = [
+        {"host": 1000.0, "checkpoints": 100.0, "devices": []},
+        {"host": 1900.0, "checkpoints": 1000.0, "devices": []},
+    ]
     assert soak.failures({**fine(), "memory_mib": looks}) == []
 
 
