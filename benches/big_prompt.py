@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from llamamg import paths, synth
 
-from . import client, launch, record
+from . import client, launch
 from .quiet import wait_until_quiet
 from .serve_rate import PLUGINS
 from .sides import Server, SideError, llama_server, ours
@@ -289,10 +289,7 @@ def main() -> int:
         binary=args.llama_server,
         reference=args.reference,
     )
-    print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps({**result, "record": record.everything()}, indent=1) + "\n")
-    return 0 if result["passed"] else 1
+    return launch.close(result, table(result), args.json)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ its own. The rate counts from when all sessions decode until each has generated 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
@@ -28,6 +26,7 @@ from llamamg.slot import Slot
 
 from .errors import BenchError
 from .flags import config_of, opened
+from .json_side import asked, say, serve
 
 PLUGIN = "decode-groups"
 N_OWN = 8  # tokens that tell the sessions apart: few enough that no context for prompts is asked
@@ -181,29 +180,14 @@ class Side:
         return next((int(view.effect) for view in self._engine.plugins.views() if view.name == PLUGIN), 0)
 
 
-def main() -> int:
+def main(order: dict[str, Any]) -> None:
     """Serve stdin."""
-    order = json.loads(sys.argv[1])
-    try:
-        side = Side(order["flags"])
-        say({"said": side.said})
-        for line in sys.stdin:
-            asked = json.loads(line)
-            say(side.open(asked["flags"]) if asked["do"] == "open" else side.run(asked["depths"], asked["n_tokens"]))
-        side.free()
-    except Exception as error:  # the parent says it
-        say({"error": str(error) or type(error).__name__})
-        return 1
-    return 0
-
-
-def say(value: dict[str, Any]) -> None:
-    """An answer."""
-    print(json.dumps(value), flush=True)
+    side = Side(order["flags"])
+    say({"said": side.said})
+    for ask in asked():
+        say(side.open(ask["flags"]) if ask["do"] == "open" else side.run(ask["depths"], ask["n_tokens"]))
+    side.free()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    serve(main)

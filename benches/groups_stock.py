@@ -7,8 +7,6 @@ on stdin, answers on stdout.
 from __future__ import annotations
 
 import ctypes
-import json
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +25,8 @@ from llamamg.modelfile import open_model
 
 from .errors import BenchError
 from .flags import config_of
-from .groups_side import N_WARM, say
+from .groups_side import N_WARM
+from .json_side import asked, say, serve
 
 FIRST_TOKEN = 5000
 
@@ -158,24 +157,14 @@ class Stock:
                     raise BenchError("the plain library refused a state that it had saved itself")
 
 
-def main() -> int:
+def main(order: dict[str, Any]) -> None:
     """Serve stdin."""
-    order = json.loads(sys.argv[1])
-    try:
-        stock = Stock(order["flags"])
-        say({})
-        for line in sys.stdin:
-            asked = json.loads(line)
-            say(stock.run(*(asked[key] for key in ("n_contexts", "n_sessions", "n_tokens", "depth"))))
-        stock.lib.llama.llama_model_free(stock.handle)
-    except Exception as error:  # the parent says it
-        say({"error": str(error) or type(error).__name__})
-        return 1
-    return 0
+    stock = Stock(order["flags"])
+    say({})
+    for ask in asked():
+        say(stock.run(*(ask[key] for key in ("n_contexts", "n_sessions", "n_tokens", "depth"))))
+    stock.lib.llama.llama_model_free(stock.handle)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    serve(main)

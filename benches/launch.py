@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from llamamg.errors import LoadError
 from llamamg.library import LibraryNotFound
 from llamamg.plugins import PluginError
 
 from .client import ServerError
-from .record import ResultsError
+from .record import ResultsError, everything
 from .sides import SideError
 
 EXPECTED = (SideError, ServerError, ResultsError, LibraryNotFound, LoadError, PluginError, ConnectionError)
@@ -29,6 +32,14 @@ def run(main: Callable[[], int]) -> None:
     except EXPECTED as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(1)
+
+
+def close(result: dict[str, Any], table: str, file: Path | None) -> int:
+    """Say what came of a bench with a bar, and keep it in `file`; its exit status."""
+    print(table)
+    if file:
+        file.write_text(json.dumps({**result, "record": everything()}, indent=1) + "\n")
+    return 0 if result["passed"] else 1
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,6 @@ real-time priority, so that waiting for a processor core is not counted as waiti
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from . import launch, record
+from . import launch
 from .big_prompt import FLAGS, Neighbour, big_request, bodies, micro_model
 from .quiet import wait_until_quiet
 from .sides import ours
@@ -124,10 +123,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()
     result = run(args.model or micro_model(), args.repeats)
-    print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps({**result, "record": record.everything()}, indent=1) + "\n")
-    return 0 if result["passed"] else 1
+    return launch.close(result, table(result), args.json)
 
 
 if __name__ == "__main__":

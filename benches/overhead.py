@@ -298,10 +298,7 @@ def main() -> int:
         be_client(args.be_client[0], json.loads(args.be_client[1]))
         return 0
     result = run(args.decode_ms / 1e3, args.steps, args.only)
-    print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps({**result, "record": record.everything()}, indent=1) + "\n")
-    return 0 if result["passed"] else 1
+    return launch.close(result, table(result), args.json)
 
 
 if __name__ == "__main__":

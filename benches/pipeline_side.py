@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from llamamg.model import load_model, new_context
 from llamamg.modelfile import open_model
 
 from .flags import config_of
+from .json_side import say, serve
 
 COUNTS = ("ubatch", "reused", "rebuilt", "realloc")
 
@@ -124,39 +124,26 @@ def measure(
         prefill.close()
 
 
-def main() -> int:
-    """Serve one order: argv[1] is JSON."""
-    order = json.loads(sys.argv[1])
-    try:
-        lib = library.load()
-        config = config_of(order["flags"])
-        n_ctx = -(-(order["n_tokens"] + 1) // 256) * 256
-        context = replace(config.context, n_ctx=n_ctx, n_parallel=1, kv_unified=False)
-        config = replace(config, context=context, plugins=PluginsConfig(none=True))
-        if order["devices"] == "one":
-            config = replace(config, model=on_one(lib, config.model))
-        config = split.resolve(lib, config, open_model(config.model.path), _note, pooled_keys=True)
-        model = load_model(lib, config.model)
-        _say({"devices": [device.name for device in lib.mg.devices()], "build": str(lib.dir)})
-        for cell in order["cells"]:
-            _say(measure(lib, model, config, cell, order))
-        lib.llama.llama_model_free(model)
-    except Exception as error:  # the parent says it
-        _say({"error": str(error) or type(error).__name__})
-        return 1
-    return 0
+def main(order: dict[str, Any]) -> None:
+    """Measure all cells of one order."""
+    lib = library.load()
+    config = config_of(order["flags"])
+    n_ctx = -(-(order["n_tokens"] + 1) // 256) * 256
+    context = replace(config.context, n_ctx=n_ctx, n_parallel=1, kv_unified=False)
+    config = replace(config, context=context, plugins=PluginsConfig(none=True))
+    if order["devices"] == "one":
+        config = replace(config, model=on_one(lib, config.model))
+    config = split.resolve(lib, config, open_model(config.model.path), _note, pooled_keys=True)
+    model = load_model(lib, config.model)
+    say({"devices": [device.name for device in lib.mg.devices()], "build": str(lib.dir)})
+    for cell in order["cells"]:
+        say(measure(lib, model, config, cell, order))
+    lib.llama.llama_model_free(model)
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    serve(main)

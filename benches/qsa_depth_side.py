@@ -7,9 +7,7 @@ both positions of the switch, and another library with the same state, compute t
 from __future__ import annotations
 
 import ctypes
-import json
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from llamamg import library
 from llamamg.model import CACHE_TYPES
 
 from .errors import BenchError
+from .json_side import asked, say, serve
 
 PARTIAL_ONLY = 1  # of a sequence's state: what cannot be cut back
 N_BATCH = 2048
@@ -207,28 +206,15 @@ class Side:
 ORDERS = ("open", "close", "advance", "save", "restore", "spread", "gather", "mark", "prefill", "decode", "logits")
 
 
-def main() -> int:
+def main(order: dict[str, Any]) -> None:
     """Serve stdin; the first line out has the facts."""
-    try:
-        side = Side(**json.loads(sys.argv[1]))
-        _say(side.facts())
-        for line in sys.stdin:
-            order = json.loads(line)
-            name = order.pop("do")
-            assert name in ORDERS, name
-            _say(getattr(side, name)(**order) or {})
-    except Exception as error:  # the parent says it
-        _say({"error": str(error) or type(error).__name__})
-        return 1
-    return 0
-
-
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
+    side = Side(**order)
+    say(side.facts())
+    for ask in asked():
+        name = ask.pop("do")
+        assert name in ORDERS, name
+        say(getattr(side, name)(**ask) or {})
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    serve(main)

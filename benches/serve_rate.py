@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from . import client, launch, pairs, record
+from . import client, launch, pairs
 from .quiet import Others, wait_until_quiet
 from .sides import BareLibrary, Server, SideError, llama_server, ours
 
@@ -259,10 +258,7 @@ def main() -> int:
         plugins=args.plugins or tuple(PLUGINS),
         n_streams=args.streams or tuple(N_PREDICT),
     )
-    print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps({**result, "record": record.everything()}, indent=1) + "\n")
-    return 0 if result["passed"] else 1
+    return launch.close(result, table(result), args.json)
 
 
 if __name__ == "__main__":
