@@ -30,6 +30,7 @@ class CacheStage:
         if not self.cache.is_copying:
             raise BenchError(f"async-cache {self.cache.note}")
         self._events: dict[int, list[tuple[float, Event]]] = {}
+        self._prompts: dict[tuple[int, int, int], Any] = {}
         engine.deliver = self._deliver
 
     @property
@@ -55,7 +56,10 @@ class CacheStage:
 
     def _request(self, n: int, n_min: int, *, seed: int, n_predict: int, id_slot: int) -> Request:
         top = min(5000, self.engine.vocab.n_vocab)
-        prompt = np.random.default_rng(seed).integers(n_min, top, n, dtype=np.int32)
+        key = (n, n_min, seed)
+        if key not in self._prompts:  # made once, since a client would not make it on this thread
+            self._prompts[key] = np.random.default_rng(seed).integers(n_min, top, n, dtype=np.int32)
+        prompt = self._prompts[key]
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         return Request(prompt, sampling, n_predict=n_predict, id_slot=id_slot, stream=True)
 

@@ -45,6 +45,7 @@ from llamamg_plugins.async_cache_tree import Tree
 log = logging.getLogger(__name__)
 MIB = 1 << 20
 N_MIN = 16  # tokens; less is computed sooner than looked for
+PREPARE_S = 0.002  # of a step, for making copies; hidden where a device computes meanwhile
 
 
 @plugin(
@@ -79,6 +80,7 @@ class AsyncCache:
         self._waits = False
         self._disk: Disk | None = None
         self._lock: FolderLock | None = None  # of the folder
+        self._hits: list[Hit] = []  # under way
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -267,6 +269,7 @@ class AsyncCache:
 
     def settled(self) -> bool:
         """Take note of what is copied and written; True when nothing is under way."""
+        self._saver.prepare()
         self._saver.drain()
         if self._disk is not None:
             self._disk.drain()
@@ -303,7 +306,11 @@ class AsyncCache:
         if self._kv.pos_max(slot.seq_id) != n - 1:
             return  # cut short by an error
         save = self._saver.save(slot, slot.tokens.view().copy())
-        if save is not None and waits:
+        if not self._engine.scheduler.running:
+            self._saver.prepare()
+        elif waits or self._engine.runner.n_contexts > 1:  # another context's thread may change what is looked at
+            self._saver.prepare(slot)
+        if waits:
             save.transfer.wait()
 
     @hookimpl
@@ -316,13 +323,18 @@ class AsyncCache:
 
     @hookimpl
     def batch_submitted(self, batch: Batch) -> None:
-        """While a device computes: what was copied becomes a part of the tree."""
+        """While a device computes: make copies, and what was copied becomes a part of the tree."""
+        for hit in self._hits:
+            hit.go_on_beside(PREPARE_S)
         if self._tree is not None and self._saver.n_running:
+            self._saver.prepare(within_s=PREPARE_S)
             self._saver.drain(N_PUBLISH)
 
     @hookimpl
     def slot_changing(self, slot: Slot, n_kept: int) -> None:
-        """If it was to be saved only now, do so at once."""
+        """Know what is still to be copied of it. If it was to be saved only now, do so at once."""
+        if self._tree is not None:
+            self._saver.prepare(slot)
         if self._tree is None or self.idle_slots or slot.busy or n_kept >= len(slot.tokens):
             return
         self._save(slot, waits=True)
@@ -360,8 +372,9 @@ class AsyncCache:
             return None
         path = [node for node in path if node.start < n]
         return Hit(
-            path, n, state, tree, self._cells, self._kv, self._copier, self._workers, self._kept, self._load, self._ended,
-            is_alone=lambda: self._engine.stats.n_requests_processing == 0,
+            path, request.prompt[:n], state, tree, self._cells, self._kv, self._copier, self._workers, self._kept,
+            self._load, self._ended, is_alone=lambda: self._engine.stats.n_requests_processing == 0,
+            under_way=self._hits,
         )  # fmt: skip
 
     def _load(self, stored: Any, memory: Any) -> None:
@@ -386,6 +399,7 @@ class AsyncCache:
     def idle(self, state: StepState) -> None:
         """What was copied becomes a part of the tree."""
         if self._tree is not None:
+            self._saver.prepare()
             self._saver.drain()
         if self._disk is not None:
             self._disk.drain()

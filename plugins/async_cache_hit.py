@@ -13,32 +13,39 @@ from llamamg import N_ROWS, Cells, Copier, Piece, PlaceWork, Slot, StateWork, Tr
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_kept import KeptStates
 from llamamg_plugins.async_cache_save import checkpoints
-from llamamg_plugins.async_cache_tree import Node, State, Tree
+from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
 
 PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
-N_APPEND = 32 * N_ROWS  # where nothing has to be asked about cells; works are made of so many tokens at once
+N_APPEND = (
+    32  # blocks that copies are made of at once, or as many as one copy has, where nothing has to be asked about cells
+)
 Load = Callable[[Any, NDArray[np.uint8]], None]  # fills memory from disk; raises when the file is not what it was
 
 
 class Hit:
-    """`n_tokens` of a path of blocks. Blocks that are only on disk are read on the way."""
+    """`tokens` that a path of blocks begins with. Blocks that are only on disk are read on the way.
+
+    It is in `under_way` from start to end: then `go_on_beside` is to be called where there is time.
+    """
 
     def __init__(
-        self, path: list[Node], n_tokens: int, state: State | None, tree: Tree, cells: Cells, kv: Any,
+        self, path: list[Node], tokens: Tokens, state: State | None, tree: Tree, cells: Cells, kv: Any,
         copier: Copier, workers: Workers, kept: KeptStates, load: Load, ended: Callable[[Hit], None],
-        is_alone: Callable[[], bool],
+        is_alone: Callable[[], bool], under_way: list[Hit],
     ) -> None:  # fmt: skip
-        self._is_alone = is_alone
-        self.path, self.n_tokens, self.state = path, n_tokens, state
+        self._is_alone, self._under_way = is_alone, under_way
+        self.path, self.n_tokens, self.state = path, len(tokens), state
         self._tree, self._cells, self._kv, self._kept = tree, cells, kv, kept
         self._copier, self._workers, self._load, self._ended = copier, workers, load, ended
         self.transfer: Transfer | None = None
         self.failed: Exception | None = None
         self.n_kept = 0
         self._n_placed = 0
+        self._has_begun = False
         self._appends = False  # cells will be positions, and a thread gives them out
-        self._tokens = np.concatenate([node.tokens for node in path])[:n_tokens]
+        self._tokens = tokens
+        self._is_ahead = False  # copies are being made where there is time for it
         self._fresh: dict[int, Block] = {}  # blocks being read, by the index of their node in the path
         self._state_data: NDArray[np.uint8] | None = None
         self._state_wanted = state is not None
@@ -50,6 +57,7 @@ class Hit:
 
     def start(self, slot: Slot, n_kept: int) -> None:
         """Pin the blocks, and begin to read what is only on disk."""
+        self._under_way.append(self)
         self.slot, self.n_kept, self._n_placed = slot, n_kept, n_kept
         self.transfer = Transfer(slot.seq_id, False, self._cells.fence(slot.seq_id))
         for node in self.path:
@@ -67,18 +75,18 @@ class Hit:
     def ready(self) -> bool:
         """Give out more cells, and say whether everything is copied."""
         assert self.transfer is not None
-        if self.failed is None:
-            try:
-                self._go_on()
-            except Exception as error:  # no room in the cache, or a state that libllama refuses
-                self.failed = error
-                self.transfer.abandon()
-                self.transfer.seal()
+        self._try(self._go_on)
         self.failed = self.failed or self.transfer.error
         if self.failed is not None:
             self.transfer.seal()
             return self.transfer.is_over
         return self.transfer.is_over and not self._state_wanted
+
+    def go_on_beside(self, within_s: float) -> None:
+        """Make more copies, where that touches nothing of the library's: a batch may be on its way."""
+        if self._appends:
+            self._try(lambda: self._place(within_s))
+            self._is_ahead = True
 
     def restore(self, slot: Slot) -> None:
         """Give the slot its snapshots; after a failure, empty it."""
@@ -103,13 +111,35 @@ class Hit:
 
     # -- inside
 
+    def _try(self, act: Callable[[], None]) -> None:
+        assert self.transfer is not None
+        if self.failed is None:
+            try:
+                act()
+            except Exception as error:  # no room in the cache, or a state that libllama refuses
+                self.failed = error
+                self.transfer.abandon()
+                self.transfer.seal()
+
     def _go_on(self) -> None:
         assert self.transfer is not None
-        if self._n_placed == self.n_kept < self.n_tokens:
+        if not self._has_begun:
+            self._has_begun = True
             self._append()
-        until = time.perf_counter() + (PLACE_ALONE_S if self._is_alone() else PLACE_S)
+        is_alone = self._is_alone()
+        if is_alone or not self._is_ahead:
+            self._place(PLACE_ALONE_S if is_alone else PLACE_S)
+        self._is_ahead = False
+        if self._state_wanted and self.transfer.error is None:
+            self._state_wanted = not self._state_is_put()
+
+    def _place(self, within_s: float) -> None:
+        """Make copies of the next blocks."""
+        assert self.transfer is not None
+        until = time.perf_counter() + within_s
+        n_append = N_ROWS * self._copier.n_blocks * -(-N_APPEND // self._copier.n_blocks)
         while self._n_placed < self.n_tokens and time.perf_counter() < until:
-            n_most = N_APPEND if self._appends else N_PLACE
+            n_most = n_append if self._appends else N_PLACE
             end = min(self.n_tokens, self._n_placed - self._n_placed % N_ROWS + n_most)
             if self._appends:
                 where = np.arange(self._n_placed, end, dtype=np.int32)
@@ -120,14 +150,13 @@ class Hit:
             self._workers.add(self.transfer, self._copier.works(self.slot.seq_id, False, pieces))
         if self._n_placed == self.n_tokens:
             self.transfer.seal()
-        if self._state_wanted and self.transfer.error is None:
-            self._state_wanted = not self._state_is_put()
 
     def _append(self) -> None:
         """Where cells will be positions: give them out on the threads that copy, in front of the works that fill them."""
         assert self.transfer is not None
         seq_id, begin, n = self.slot.seq_id, self.n_kept, self.n_tokens - self.n_kept
-        self._appends = self._cells.appends(seq_id, begin, n)
+        self._appends = n > 0 and self._cells.appends(seq_id, begin, n)
+        self._is_ahead = self._appends
         if self._appends:
             self._workers.add(self.transfer, [PlaceWork(self._cells, seq_id, self._tokens, begin)])
 
@@ -197,6 +226,8 @@ class Hit:
 
     def _close(self) -> None:
         """Everything is copied or will not be: nobody uses the blocks."""
+        if self in self._under_way:
+            self._under_way.remove(self)
         is_good = self.failed is None and self.transfer is not None and self.transfer.limit > 0
         for i, block in self._fresh.items():
             if is_good and self.path[i].block is None:

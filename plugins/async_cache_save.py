@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llamamg import N_ROWS, Cells, Checkpoint, Copier, KeptState, Piece, Slot, Transfer, Work, Workers
+import numpy as np
+from numpy.typing import NDArray
+
+from llamamg import N_ROWS, Cells, Checkpoint, Copier, KeptState, Piece, Slot, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_kept import KeptStates
 from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
 
 log = logging.getLogger(__name__)
 N_PUBLISH = 64  # blocks taken into the tree in one step: about half a millisecond
+N_PREPARE = 32  # blocks that copies are made of at once, or as many as one copy has: about 0.2 ms
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +40,17 @@ class Save:
     """One slot being saved."""
 
     transfer: Transfer
+    slot: Slot
+    tokens: Tokens
     parent: Node  # what the first part is built on
     parts: list[_Part] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     pinned: list[Node] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
+    cells: NDArray[np.int32] | None = None  # of the tokens from `first` on; None before that is known
+    first: int = 0  # token that is not in the tree
+    at: int = 0  # where the next part begins
+    grows: Node | None = None  # what the first part becomes a part of
     n_published: int = 0
     is_short: bool = False  # a block was cut, so nothing can be built on it
     has_rows: bool = False
@@ -63,51 +74,24 @@ class Saver:
         self._kept = kept
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[Save] = []
+        self._unprepared: list[Save] = []  # of these, those whose copies are not all made
         self.saved: Callable[[list[Node]], None] = lambda path: None  # told when a slot is saved: its blocks
         self.n_saved = 0  # slots of which something was copied
         self.n_cut = 0  # of these, those whose next user came before the end
         self.n_failed = 0
         self.n_bytes = 0
 
-    def save(self, slot: Slot, tokens: Tokens) -> Save | None:
-        """Begin to copy what of `tokens`, which the slot holds, is not in the tree; None when nothing has to be copied."""
-        self.drain()
-        path, n_found = self._tree.find(tokens)
-        first = n_found
-        parent, grows = self._tree.root, None
-        if path:
-            last = path[-1]
-            if n_found == len(tokens):
-                parent = last
-            elif n_found < last.end or (len(last.tokens) < N_ROWS and (last.is_growing or last.block is None)):
-                path.pop()  # it goes on differently: a block of its own
-                first, parent = last.start, last.parent or self._tree.root
-            elif len(last.tokens) < N_ROWS:
-                grows, parent = last, last.parent or self._tree.root
-            else:
-                parent = last
-        self._tree.touch(path)
-        save = Save(Transfer(slot.seq_id, True, self._cells.fence(slot.seq_id)), parent, path=path)
-        for node in path:
-            self._pin(save, node)
+    def save(self, slot: Slot, tokens: Tokens) -> Save:
+        """Begin to save `tokens`, which the slot holds. What has to be copied is found by `prepare`, before the slot changes."""
+        self.prepare(slot)
+        transfer = Transfer(slot.seq_id, True, self._cells.fence(slot.seq_id))
+        save = Save(transfer, slot, tokens, self._tree.root)
         save.states = [_state(c) for c in slot.checkpoints if c.n_tokens <= len(tokens)]
-        works: list[Work] = []
         if len(tokens):
             self._take_state(slot, save, len(tokens))
-        try:
-            works = self._row_works(slot, save, tokens, first, grows)
-        except MemoryError:
-            log.warning("no memory for the cache of prompts: slot %d is saved in part", slot.id)
-        if not works and save.is_settled:
-            self._attach(save)
-            self._unpin(save)
-            return None
         self._running.append(save)
-        if works:
-            slot.copying, save.has_rows = save.transfer, True
-            self.n_saved += 1
-            self._workers.add(save.transfer, works)
-        save.transfer.seal()
+        self._unprepared.append(save)
+        slot.copying = transfer
         return save
 
     def _take_state(self, slot: Slot, save: Save, n_tokens: int) -> None:
@@ -117,31 +101,94 @@ class Saver:
         pos = (self._kv.pos_min(slot.seq_id), self._kv.pos_max(slot.seq_id))
         save.states.append(_state_of(self._kept.take(slot.seq_id), n_tokens, *pos))
 
-    def _row_works(self, slot: Slot, save: Save, tokens: Tokens, first: int, grows: Node | None) -> list[Work]:
-        n = len(tokens)
-        if first >= n:
-            return []
-        start = grows.start if grows is not None else first
-        n_blocks = -(-(n - start) // N_ROWS) - (grows is not None)
+    def prepare(self, slot: Slot | None = None, within_s: float = 1e9) -> None:
+        """Make the copies of what is to be saved, of one slot or of all, as many as there is time for."""
+        until = time.perf_counter() + within_s
+        for save in self._unprepared.copy():
+            if slot is not None and save.slot is not slot:
+                continue
+            try:
+                if not self._prepare(save, until):
+                    return
+            except MemoryError:
+                log.warning("no memory for the cache of prompts: slot %d is saved in part", save.slot.id)
+            except BaseException:
+                save.transfer.abandon()
+                self._prepared(save)
+                raise
+            self._prepared(save)
+
+    def _prepared(self, save: Save) -> None:
+        self._unprepared.remove(save)
+        save.transfer.seal()
+
+    def _prepare(self, save: Save, until: float) -> bool:
+        """Whether all its copies are made."""
+        if save.cells is None:
+            self._look(save)
+        assert save.cells is not None
+        n = len(save.cells) + save.first
+        n_step = -(-N_PREPARE // self._copier.n_blocks) * self._copier.n_blocks
+        while save.at < n and time.perf_counter() < until:
+            pieces = self._pieces(save, min(n, save.at + n_step * N_ROWS))
+            if not pieces:
+                return True  # no memory: the beginning is worth having too
+            if not save.has_rows:
+                save.has_rows = True
+                self.n_saved += 1
+            self._workers.add(save.transfer, self._copier.works(save.transfer.seq_id, True, pieces))
+        return save.at >= n
+
+    def _look(self, save: Save) -> None:
+        """What of it is in the tree, and where the rest lies."""
+        tokens = save.tokens
+        path, first = self._tree.find(tokens)
+        if path:
+            last = path[-1]
+            if first == len(tokens):
+                save.parent = last
+            elif first < last.end or (len(last.tokens) < N_ROWS and (last.is_growing or last.block is None)):
+                path.pop()  # it goes on differently: a block of its own
+                first, save.parent = last.start, last.parent or self._tree.root
+            elif len(last.tokens) < N_ROWS:
+                save.grows, save.parent = last, last.parent or self._tree.root
+            else:
+                save.parent = last
+        self._tree.touch(path)
+        save.path, save.first = path, first
+        for node in path:
+            self._pin(save, node)
+        # What a cut left: the slot may hold something else behind it.
+        n = max(0, min(len(tokens), save.transfer.limit) - first)
+        grows = save.grows if n else None
+        save.grows, save.at = grows, first if grows is None else grows.start
+        n_blocks = -(-(first + n - save.at) // N_ROWS) - (grows is not None)
         self._tree.make_room(n_blocks * self._cells.layout.n_block_bytes)
-        cells = self._cells.find(slot.seq_id, first, n - first)
+        save.cells = self._cells.find(save.transfer.seq_id, first, n) if n else np.empty(0, np.int32)
+
+    def _pieces(self, save: Save, end: int) -> list[Piece]:
+        """The next parts, up to token `end` or to where there is no memory."""
+        tokens, first, cells = save.tokens, save.first, save.cells
+        assert cells is not None
         pieces = []
-        for at in range(start, n, N_ROWS):
-            part_tokens = tokens[at : min(at + N_ROWS, n)]
-            row = first - at if at < first else 0
-            if grows is not None and at == grows.start:
-                assert grows.block is not None
-                part = _Part(part_tokens, row, grows.block, grows)
-                grows.is_growing = True
+        while save.at < end:
+            at = save.at
+            part_tokens = tokens[at : min(at + N_ROWS, first + len(cells))]
+            row = max(0, first - at)
+            if save.grows is not None and at == save.grows.start:
+                assert save.grows.block is not None
+                part = _Part(part_tokens, row, save.grows.block, save.grows)
+                save.grows.is_growing = True
             else:
                 block = self._tree.take_block()
                 if block is None:
-                    break  # the beginning is worth having too
+                    break
                 part = _Part(part_tokens, row, block)
             save.parts.append(part)
             where = cells[at + row - first : at + len(part_tokens) - first]
             pieces.append(Piece(at + row, where, part.block.address, row, partial(self._copied, save, part)))
-        return self._copier.works(slot.seq_id, True, pieces)
+            save.at += N_ROWS
+        return pieces
 
     def _copied(self, save: Save, part: _Part, n: int) -> None:
         """On a thread that copies."""
@@ -229,9 +276,11 @@ class Saver:
         """Copy nothing more."""
         for save in self._running:
             save.transfer.abandon()
+            save.transfer.seal()
             for state in save.states:
                 if state.kept is not None:
                     state.kept.host_bytes()
+        self._unprepared = []
         self.drain()
 
     def _pin(self, save: Save, node: Node) -> None:

@@ -1,12 +1,11 @@
 """What is cached, as a tree of blocks of tokens: conversations that begin alike share their blocks.
 
-A path from the root is a prefix. A full block is found by the hash of its tokens, then compared token by token; a block that
-is shared in part gives the tokens up to the first difference.
+A path from the root is a prefix. A full block is found by the hash of its tokens and compared token by token, both by a dict
+of their bytes; a block that is shared in part gives the tokens up to the first difference.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from llamamg import N_ROWS, KeptState
 from llamamg_plugins.async_cache_blocks import Block, BlockPool
 
 Tokens = NDArray[np.int32]
+BLOCK_BYTES = N_ROWS * np.dtype(np.int32).itemsize
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Node:
     start: int
     tokens: Tokens
     block: Block | None
-    full: dict[bytes, Node] = field(default_factory=dict)  # children by the hash of N_ROWS tokens
+    full: dict[bytes, Node] = field(default_factory=dict)  # children by the bytes of their N_ROWS tokens
     partial: list[Node] = field(default_factory=list)  # shorter children
     states: dict[int, State] = field(default_factory=dict)
     t_used: int = 0
@@ -84,26 +84,22 @@ class Tree:
     def find(self, tokens: Tokens) -> tuple[list[Node], int]:
         """The longest cached prefix: its blocks in order, and how many tokens it has (the last block may be used in part)."""
         path: list[Node] = []
-        node, n = self.root, 0
+        node = self.root
         tokens = np.ascontiguousarray(tokens, np.int32)
-        data = tokens.tobytes()  # once: hundreds of blocks are looked up between two steps of others
-        while n < len(tokens):
-            block = data[n * tokens.itemsize : (n + N_ROWS) * tokens.itemsize]
-            child = node.full.get(_digest(block)) if n + N_ROWS <= len(tokens) else None
-            if child is not None and child.tokens.tobytes() == block:
-                path.append(child)
-                node, n = child, n + N_ROWS
-                continue
-            rest = tokens[n : n + N_ROWS]
-            best, shared = None, 0
-            for child in (*node.full.values(), *node.partial):
-                same = common(child.tokens, rest)
-                if same > shared:
-                    best, shared = child, same
-            if best is not None:
-                path.append(best)
-                n += shared
-            break
+        data, at = tokens.tobytes(), 0  # once: hundreds of blocks are looked up between two steps of others
+        while (child := node.full.get(data[at : at + BLOCK_BYTES])) is not None:
+            path.append(child)
+            node, at = child, at + BLOCK_BYTES
+        n = at // tokens.itemsize
+        rest = tokens[n : n + N_ROWS]
+        best, shared = None, 0
+        for child in (*node.full.values(), *node.partial):
+            same = common(child.tokens, rest)
+            if same > shared:
+                best, shared = child, same
+        if best is not None:
+            path.append(best)
+            n += shared
         return path, n
 
     def best_state(self, path: list[Node], n: int) -> State | None:
@@ -184,8 +180,8 @@ class Tree:
         """Forget a leaf."""
         assert node.is_leaf
         assert node.parent is not None
-        if node.parent.full.get(digest(node.tokens)) is node:
-            del node.parent.full[digest(node.tokens)]
+        if node.parent.full.get(key(node.tokens)) is node:
+            del node.parent.full[key(node.tokens)]
         else:
             node.parent.partial.remove(node)
         for at in list(node.states):
@@ -202,7 +198,7 @@ class Tree:
         """A new block behind `parent`."""
         node = Node(parent, parent.end, np.array(tokens, np.int32), block, stored=stored, t_used=self._clock)
         if len(tokens) == N_ROWS:
-            twin = parent.full.get(digest(node.tokens))
+            twin = parent.full.get(key(node.tokens))
             if twin is not None:  # saved twice at the same time, or in another file too
                 if twin.stored is None:
                     twin.stored = stored
@@ -211,7 +207,7 @@ class Tree:
                 elif block is not None:
                     self._pool.give(block)
                 return twin
-            parent.full[digest(node.tokens)] = node
+            parent.full[key(node.tokens)] = node
         else:
             parent.partial.append(node)
         return node
@@ -221,9 +217,9 @@ class Tree:
         assert node.parent is not None
         assert len(tokens) >= len(node.tokens)
         node.tokens, node.stored = np.array(tokens, np.int32), None
-        if len(tokens) == N_ROWS and digest(node.tokens) not in node.parent.full:
+        if len(tokens) == N_ROWS and key(node.tokens) not in node.parent.full:
             node.parent.partial.remove(node)
-            node.parent.full[digest(node.tokens)] = node
+            node.parent.full[key(node.tokens)] = node
 
     def add_state(self, node: Node, state: State) -> None:
         """Keep a state, if there is room for it."""
@@ -261,13 +257,9 @@ def _may_go(node: Node) -> bool:
     return node.block is not None and node.n_pins == 0 and not node.is_growing and is_spare
 
 
-def digest(tokens: Tokens) -> bytes:
-    """The hash that full blocks are found by."""
-    return _digest(np.ascontiguousarray(tokens, np.int32).tobytes())
-
-
-def _digest(block: bytes) -> bytes:
-    return hashlib.blake2b(block, digest_size=16).digest()
+def key(tokens: Tokens) -> bytes:
+    """What full blocks are found by."""
+    return np.ascontiguousarray(tokens, np.int32).tobytes()
 
 
 def common(a: Tokens, b: Tokens) -> int:

@@ -56,7 +56,7 @@ class CudaCopier:
         self.layout = cells.layout
         self.n_row_bytes, self._n_block_bytes = cells.layout.n_row_bytes, max(1, cells.layout.n_block_bytes)
         self._n_most = max(1, chunk_bytes // self._n_block_bytes)  # blocks of a work
-        self._n_most_pinned = max(1, WORK_BYTES // self._n_block_bytes)
+        self.n_blocks = max(1, WORK_BYTES // self._n_block_bytes)  # page-locked ones
         self.state_chunk_bytes = max(chunk_bytes, self._n_block_bytes)
         self.pinned = Pinned(cupy, self.state_chunk_bytes)
         self._streams: dict[tuple[int, bool], Any] = {}
@@ -114,7 +114,7 @@ class CudaCopier:
         while begin < len(pieces):
             area, end = self.pinned.area(pieces[begin].block), begin + 1
             # What is read from disk first goes in small works: a cut waits for that.
-            n_most = self._n_most if area < 0 or pieces[begin].prepare is not None else self._n_most_pinned
+            n_most = self._n_most if area < 0 or pieces[begin].prepare is not None else self.n_blocks
             while end < len(pieces) and end - begin < n_most and self.pinned.area(pieces[end].block) == area:
                 end += 1
             made.append(CudaWork(self, seq_id, to_host, tuple(pieces[begin:end]), area >= 0))

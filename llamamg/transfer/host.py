@@ -15,6 +15,7 @@ class HostCopier:
     """One work for each piece."""
 
     name = "threads"
+    n_blocks = 1
 
     def __init__(self, cells: Cells, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._cells, self._chunk_bytes = cells, chunk_bytes

@@ -52,6 +52,7 @@ class Copier(Protocol):
     """Makes works of pieces. `name` is shown to users."""
 
     name: str
+    n_blocks: int  # pieces of a work, where nothing cuts it short
     state_chunk_bytes: int  # of a state, copied at once
 
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:
@@ -99,7 +100,8 @@ class Transfer:
         `wait_s`, or copy nothing from `begin` on. When this returns, no thread touches them.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: all(start >= end for start in self._open), wait_s):
+            # Works that are still to come find these positions overwritten.
+            if not self._sealed or not self._changed.wait_for(lambda: all(at >= end for at in self._open), wait_s):
                 self._limit = min(self._limit, begin)
                 self._changed.wait_for(lambda: all(at <= self._limit for at in self._active))
 
