@@ -83,6 +83,17 @@ def test_give_way_waits_for_what_is_in_the_way_only(workers: Workers) -> None:
     assert transfer._active == []
 
 
+def test_what_is_not_queued_yet_is_not_copied_once_it_is_overwritten(workers: Workers) -> None:
+    transfer, first, second, later = Transfer(0, True), Work(0, 5), Work(5, 10), Work(10, 15)
+    workers.add(transfer, [first])
+    transfer.give_way(7, 12, 10.0)  # more is to come: nobody can wait for it
+    workers.add(transfer, [second, later])
+    transfer.seal()
+    assert transfer.wait(10)
+    assert (first.finished, second.finished) == (5, 7)
+    assert later.finished in (None, 7)
+
+
 def test_an_error_ends_a_transfer(workers: Workers) -> None:
     class Broken(Work):
         def copy(self, chunk: int, limit: int) -> None:

@@ -1,0 +1,154 @@
+"""What async-cache does in a step in which others decode: copies are made once a batch is submitted, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cache_server import Server, alone, talk
+
+from llamamg.request import Request
+from llamamg.testing import ask
+from llamamg_plugins import async_cache_save
+from llamamg_plugins.async_cache_hit import Hit
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def make(*args: Any, **options: Any) -> Server:
+        made.append(Server(*args, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def decoding(server: Server, n_predict: int = 600) -> Request:
+    """A neighbour that goes on decoding."""
+    neighbour = ask(talk(40, 9), n_predict=n_predict, id_slot=0)
+    server.engine.submit(neighbour)
+    for _ in range(4):
+        server.engine.step()
+    return neighbour
+
+
+def until_over(server: Server, request: Request) -> None:
+    server.engine.submit(request)
+    while not any(
+        id_ == request.id and hasattr(event, "text") and hasattr(event, "reason") for id_, event in server.events
+    ):
+        server.engine.step()
+
+
+def test_a_save_is_prepared_behind_the_next_batch(serve: Callable[..., Server], monkeypatch: Any) -> None:
+    server = serve(2)
+    decoding(server)
+    saver, at = server.cache._saver, []
+    look = type(saver)._look
+    monkeypatch.setattr(
+        type(saver), "_look", lambda self, save: (at.append(server.runner.n_in_flight), look(self, save))
+    )
+    first = talk(1000, 1)
+    until_over(server, ask(first, n_predict=2, id_slot=1))
+    assert len(saver._unprepared) == 1
+    assert not server.engine.slots[1].copying.is_over  # type: ignore[union-attr]
+    assert not at
+    server.engine.step()
+    assert at == [1], "in the step, with its batch on the way"
+    assert not saver._unprepared
+    server.settle()
+    request = ask([*first, 50, 51], n_predict=4, id_slot=0)
+    assert server.run(request) == [alone([*first, 50, 51], 4)]
+    assert server.n_cached(request) >= 1000
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_slot_that_is_taken_at_once_is_saved_all_the_same(serve: Callable[..., Server], hybrid: bool) -> None:
+    server = serve(2, hybrid=hybrid)
+    decoding(server)
+    first, other = talk(900, 1), talk(40, 2)
+    until_over(server, ask(first, n_predict=2, id_slot=1))
+    assert server.cache._saver._unprepared
+    follow = ask(other, n_predict=4, id_slot=1)
+    server.engine.submit(follow)
+    server.engine.step()
+    assert not server.cache._saver._unprepared
+    server.settle()
+    assert server.text(follow) == alone(other, 4, hybrid=hybrid)
+    again = ask([*first, 60], n_predict=4, id_slot=0)
+    assert server.run(again) == [alone([*first, 60], 4, hybrid=hybrid)]
+
+
+def test_what_was_overwritten_while_the_plugin_was_off_is_not_kept(serve: Callable[..., Server]) -> None:
+    server = serve(2)
+    decoding(server)
+    first, other = talk(900, 1), talk(900, 2)
+    until_over(server, ask(first, n_predict=2, id_slot=1))
+    assert server.cache._saver._unprepared
+    server.plugins.toggle("async-cache", False)
+    until_over(server, ask(other, n_predict=2, id_slot=1))
+    server.plugins.toggle("async-cache", True)
+    server.settle()
+    for prompt in (first, other):
+        assert server.run(ask([*prompt, 60], n_predict=4)) == [alone([*prompt, 60], 4)]
+
+
+def test_a_save_takes_some_steps_when_there_is_little_time(serve: Callable[..., Server], monkeypatch: Any) -> None:
+    server = serve(2)
+    decoding(server)
+    monkeypatch.setattr(async_cache_save, "N_PREPARE", 1)
+    clock = iter(range(1 << 30))
+    monkeypatch.setattr(async_cache_save.time, "perf_counter", lambda: float(next(clock)))
+    saver, first = server.cache._saver, talk(1500, 1)
+    until_over(server, ask(first, n_predict=2, id_slot=1))
+    save, n_parts = saver._running[-1], []
+    while saver._unprepared:
+        saver.prepare(within_s=2.0)  # by this clock: two looks at it
+        n_parts.append(len(save.parts))
+    assert n_parts == [1, 2, 3, 4, 5, 6]
+    monkeypatch.undo()
+    server.settle()
+    assert server.n_cached(_run(server, [*first, 60])) == 1500
+
+
+def _run(server: Server, prompt: list[int]) -> Request:
+    request = ask(prompt, n_predict=4)
+    assert server.run(request) == [alone(prompt, 4)]
+    return request
+
+
+def test_a_restore_is_prepared_behind_the_batch_of_others(serve: Callable[..., Server], monkeypatch: Any) -> None:
+    server = serve(2)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2, id_slot=1))
+    server.run(ask(talk(800, 3), n_predict=2, id_slot=1))
+    decoding(server)
+    at: list[int] = []
+    place = Hit._place
+    monkeypatch.setattr(
+        Hit, "_place", lambda self, within_s: (at.append(server.runner.n_in_flight), place(self, within_s))
+    )
+    request = ask([*first, 60], n_predict=4, id_slot=1)
+    server.engine.submit(request)
+    server.engine.step()
+    assert at == [1]
+    server.settle()
+    assert server.text(request) == alone([*first, 60], 4)
+    assert server.n_cached(request) == 1500
+
+
+def test_a_restore_waits_for_no_batch_when_nobody_decodes(serve: Callable[..., Server], monkeypatch: Any) -> None:
+    server = serve(2)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2, id_slot=1))
+    server.run(ask(talk(800, 3), n_predict=2, id_slot=1))
+    monkeypatch.setattr(Hit, "go_on_beside", lambda *_: pytest.fail("nothing is submitted"))
+    server.engine.submit(ask([*first, 60], n_predict=4, id_slot=1))
+    server.engine.step()
+    assert server.cache._hits[0].transfer._sealed  # type: ignore[union-attr]
+    monkeypatch.undo()
+    server.settle()
