@@ -183,8 +183,14 @@ class CacheStage:
         return self._gaps(begin), took
 
     def restore_beside(self) -> tuple[list[float], float]:
-        """Gaps while it is restored, without the step that computes the session's own token."""
-        self.engine.scheduler.clear(self.slot)
+        """Gaps while it is restored, without the step that computes the session's own token.
+
+        Its slot holds as many tokens of another one, which have to go.
+        """
+        others = self.slot.tokens.view() + 1
+        self.slot.tokens.keep(0)
+        self.slot.tokens.extend(others)
+        self.slot.checkpoints = []
         request = self.session()
         self.engine.submit(request)
         begin = len(self._stamps())

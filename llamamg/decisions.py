@@ -50,6 +50,10 @@ class PrefixHit(Protocol):
 
     The engine calls `start` once if it takes the offer, then `ready` in each step until it is True, then `restore`. The slot
     is nobody else's from `start` on, other requests go on. All on the engine thread.
+
+    With an attribute `starts_early` that is true, `start` touches nothing of the slot's memory: it may be called before the
+    slot is emptied, which takes milliseconds and is done while a device computes the next batch. `batch_submitted` and `ready`
+    find it empty.
     """
 
     n_tokens: int  # may become less, even 0, until `ready` says True

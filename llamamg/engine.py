@@ -185,6 +185,7 @@ class Engine:
             self._pending.extend(self.scheduler.plan(free).batches)
         worked = bool(self._pending)
         self._fill()
+        self.scheduler.make_room()
         worked = worked or self.runner.n_in_flight > 0
         done = self.runner.collect()
         if done is not None:
@@ -237,6 +238,7 @@ class Engine:
         except BatchError as error:
             self._recovery.recover(batch, error)
             return
+        self.scheduler.make_room()
         if self.calls.hooks.batch_submitted:
             self.calls.each("batch_submitted", batch)
 

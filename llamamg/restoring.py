@@ -31,6 +31,7 @@ class Restoring:
     owner: Hook
     n_kept: int  # tokens the slot held by itself
     t_latest: float
+    has_room: bool = True  # the slot's memory is cut
 
 
 class Restorer:
@@ -40,20 +41,22 @@ class Restorer:
         self._kv, self._calls, self._changing = kv, calls, changing
         self.under_way: list[Restoring] = []
         self.timeout_s = RESTORE_S_MAX
+        self.may_defer = False  # the only context is about to compute others: slots may be emptied meanwhile
 
     def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int) -> bool:
         """Ask the plugins for more than the `n_own` tokens that the slot can reuse of the `n_common` it shares.
 
         True when the request has to wait for it; `finished` gives it back.
         """
-        prompt, kept = waiting.request.prompt, 0
+        prompt, kept, has_room = waiting.request.prompt, 0, True
 
         def begin(hit: PrefixHit) -> str | None:
-            nonlocal kept
+            nonlocal kept, has_room
             if hit.n_tokens > len(prompt):
                 return f"it claims {hit.n_tokens} tokens of a prompt of {len(prompt)}"
             if hit.n_tokens > n_own:
-                kept = self._make_room(slot, n_common)
+                has_room = not (self.may_defer and getattr(hit, "starts_early", False))
+                kept, has_room = self._prepare(slot, n_common, has_room)
                 slot.restoring = True
                 hit.start(slot, kept)
             return None
@@ -63,11 +66,18 @@ class Restorer:
             self._give_up(slot)  # its plugin raised on the way
         if not slot.restoring or owner is None:
             return False
-        restoring = Restoring(waiting, slot, hit, owner, kept, time.perf_counter() + self.timeout_s)
-        if self._is_through(restoring):
+        restoring = Restoring(waiting, slot, hit, owner, kept, time.perf_counter() + self.timeout_s, has_room)
+        if has_room and self._is_through(restoring):
             return False
         self.under_way.append(restoring)
         return True
+
+    def make_room(self) -> None:
+        """Empty the slots that were not emptied yet. A batch of other sequences may be on its way."""
+        for restoring in self.under_way:
+            if not restoring.has_room:
+                restoring.has_room = True
+                self._kv.remove(restoring.slot.seq_id, -1, -1)
 
     def finished(self, free: Any) -> list[Restoring]:
         """Those that need not wait any longer, whatever came of it; only slots of the `free` contexts are looked at."""
@@ -86,6 +96,8 @@ class Restorer:
 
     def _is_through(self, restoring: Restoring) -> bool:
         hit, slot = restoring.hit, restoring.slot
+        if not restoring.has_room:
+            self.make_room()
         is_ready, alive = self._calls.on_behalf(restoring.owner, hit.ready)
         if alive and not is_ready:
             if time.perf_counter() < restoring.t_latest:
@@ -104,16 +116,18 @@ class Restorer:
         slot.restoring = False
         return True
 
-    def _make_room(self, slot: Slot, n_common: int) -> int:
-        """Cut the slot's memory back to what can stay; how many tokens that is."""
+    def _prepare(self, slot: Slot, n_common: int, at_once: bool) -> tuple[int, bool]:
+        """Cut the slot back to what can stay; how many tokens that is. Its memory too `at_once`, or where something stays;
+        whether that was done."""
         kept = 0 if self._kv.needs_checkpoints else n_common
         self._changing(slot, kept)
-        if not self._kv.remove(slot.seq_id, kept, -1):
+        at_once = at_once or kept > 0
+        if at_once and not self._kv.remove(slot.seq_id, kept, -1):
             kept = 0
             self._kv.remove(slot.seq_id, -1, -1)
         slot.tokens.keep(kept)
         slot.checkpoints = []
-        return kept
+        return kept, at_once
 
     def _abandon(self, restoring: Restoring) -> None:
         self._calls.on_behalf(restoring.owner, restoring.hit.abandon)

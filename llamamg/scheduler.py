@@ -200,6 +200,11 @@ class Scheduler:
             self._let_plugins_rearrange(state, plan)
         return plan
 
+    def make_room(self) -> None:
+        """A step's batches are submitted: do what was put off until then."""
+        if self._admission.restorer.under_way:
+            self._admission.restorer.make_room()
+
     def commit(self, done: Done) -> None:
         """Book a computed batch: the sequences advance, their events go to the outbox."""
         stats, now = self.stats, time.perf_counter()
@@ -275,6 +280,7 @@ class Scheduler:
         if self._calls.hooks.find_prefix:
             # A moved sequence's cells are copied in the next decode; until then nothing may be restored over them.
             free = [context for context in free if self._arranger.is_settled(context)]
+        self._admission.restorer.may_defer = self._layout.n_contexts == 1 and bool(self._running)
         begun, refused = self._admission.admit(state, free)
         for waiting, failed in refused:
             self.outbox.append((waiting.request.id, failed))

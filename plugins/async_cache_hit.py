@@ -55,6 +55,8 @@ class Hit:
 
     # -- as PrefixHit's
 
+    starts_early = True
+
     def start(self, slot: Slot, n_kept: int) -> None:
         """Pin the blocks, and begin to read what is only on disk."""
         self._under_way.append(self)
@@ -84,9 +86,7 @@ class Hit:
 
     def go_on_beside(self, within_s: float) -> None:
         """Make more copies, where that touches nothing of the library's: a batch may be on its way."""
-        if self._appends:
-            self._try(lambda: self._place(within_s))
-            self._is_ahead = True
+        self._try(lambda: self._go_on_beside(within_s))
 
     def restore(self, slot: Slot) -> None:
         """Give the slot its snapshots; after a failure, empty it."""
@@ -121,11 +121,15 @@ class Hit:
                 self.transfer.abandon()
                 self.transfer.seal()
 
+    def _go_on_beside(self, within_s: float) -> None:
+        self._append()
+        if self._appends:
+            self._place(within_s)
+            self._is_ahead = True
+
     def _go_on(self) -> None:
         assert self.transfer is not None
-        if not self._has_begun:
-            self._has_begun = True
-            self._append()
+        self._append()
         is_alone = self._is_alone()
         if is_alone or not self._is_ahead:
             self._place(PLACE_ALONE_S if is_alone else PLACE_S)
@@ -154,6 +158,9 @@ class Hit:
     def _append(self) -> None:
         """Where cells will be positions: give them out on the threads that copy, in front of the works that fill them."""
         assert self.transfer is not None
+        if self._has_begun:
+            return
+        self._has_begun = True
         seq_id, begin, n = self.slot.seq_id, self.n_kept, self.n_tokens - self.n_kept
         self._appends = n > 0 and self._cells.appends(seq_id, begin, n)
         self._is_ahead = self._appends

@@ -32,6 +32,7 @@ class FakeKV(KVCache):
         self.transfers: list[tuple[int, int]] = []
         self.fail_transfer: Callable[[int, int], bool] = lambda source, target: False
         self.computing: set[int] = set()  # contexts that are in flight: nobody may touch their memory
+        self.in_batch: set[int] = set()  # sequences of the last batch
         self.n_swa, self.n_rs_seq, self.can_shift = 0, n_rs_seq, not hybrid
         self.removal = Removal.PART if not hybrid else Removal.BOUNDED if n_rs_seq else Removal.FULL
         self.copies: list[tuple[int, int]] = []
@@ -55,7 +56,9 @@ class FakeKV(KVCache):
         assert context not in self.computing, f"context {context} computes and its sequence {seq_id} is touched"
 
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
-        self._touch(seq_id)
+        # The only context is computed by whoever calls this: what an idle sequence holds may go whole then.
+        if self.layout.n_contexts > 1 or p0 > 0 or p1 >= 0 or seq_id in self.in_batch:
+            self._touch(seq_id)
         n = len(self.held[seq_id])
         begin, end = max(p0, 0), n if p1 < 0 else min(p1, n)
         if self.removal is not Removal.PART and 0 < begin < n:

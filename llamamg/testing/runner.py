@@ -78,6 +78,7 @@ class FakeRunner(Runner):
             return
         for row in batch.rows:
             self.kv.put(row.sequence.slot.seq_id, row.pos0, [int(t) for t in row.tokens])
+        self.kv.in_batch = {row.sequence.slot.seq_id for row in batch.rows}
         self.batches.append([(row.sequence.slot.seq_id, row.pos0, len(row), row.n_logits) for row in batch.rows])
         self._fly((batch.group,), batch)
 

@@ -152,3 +152,46 @@ def test_a_restore_waits_for_no_batch_when_nobody_decodes(serve: Callable[..., S
     assert server.cache._hits[0].transfer._sealed  # type: ignore[union-attr]
     monkeypatch.undo()
     server.settle()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_slot_of_another_conversation_is_emptied_behind_the_batch_of_others(
+    serve: Callable[..., Server], monkeypatch: Any, hybrid: bool
+) -> None:
+    server = serve(2, hybrid=hybrid)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2, id_slot=1))
+    server.run(ask(talk(800, 3), n_predict=2, id_slot=1))
+    decoding(server)
+    kv, at = server.runner.kv, []
+    remove = kv.remove
+
+    def noted(seq_id: int, p0: int, p1: int = -1) -> bool:
+        at.append((seq_id, server.runner.n_in_flight))
+        return remove(seq_id, p0, p1)
+
+    monkeypatch.setattr(kv, "remove", noted)
+    request = ask([*first, 60], n_predict=4, id_slot=1)
+    server.engine.submit(request)
+    server.engine.step()
+    assert at == [(1, 1)]
+    server.settle()
+    assert server.text(request) == alone([*first, 60], 4, hybrid=hybrid)
+    assert server.n_cached(request) >= 1490
+
+
+def test_a_request_that_goes_before_its_slot_is_emptied_leaves_it_empty(serve: Callable[..., Server]) -> None:
+    server = serve(2)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2, id_slot=1))
+    server.run(ask(talk(800, 3), n_predict=2, id_slot=1))
+    decoding(server)
+    request = ask([*first, 60], n_predict=4, id_slot=1)
+    server.engine.submit(request)
+    server.engine._drain()
+    server.engine._pending.extend(server.engine.scheduler.plan().batches)
+    assert server.cache._hits
+    server.engine.scheduler.cancel(request.id)
+    assert not server.cache._hits
+    assert not server.runner.kv.held[1]
+    server.settle()
