@@ -113,9 +113,10 @@ class Spec:
         if is_next:
             self._forget(reader.request)  # it may have ended while the plugin was off
             before, reader.request = reader.account, sequence.request.id
-            if before is not None and 2 * (len(reader.indexes[0]) - n_new) >= len(tokens):
+            # A beginning that many conversations share does not make a text the same.
+            if before is not None and len(reader.indexes[0]) - n_new >= reader.n_prompt:
                 self.books.accounts[reader.request] = before.heir()
-            reader.account = self.books.accounts.get(reader.request)
+            reader.account, reader.n_prompt = self.books.accounts.get(reader.request), sequence.n_prompt
         return reader
 
     # ---- what is drafted

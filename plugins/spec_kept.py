@@ -49,5 +49,6 @@ class Reader:
 
     indexes: list[DraftIndex]
     request: int = -1
+    n_prompt: int = 0  # of that request
     account: Account | None = None  # of that request
     is_behind: bool = False  # there is more of its text to take in

@@ -409,6 +409,25 @@ def test_a_request_that_continues_a_text_drafts_sooner() -> None:
     assert plain_steps(served, [*text, *PHRASE]) < first
 
 
+@pytest.mark.parametrize(
+    ("follows", "inherits"),
+    [("the same", True), ("the same, and what was answered", True), ("the same beginning", False)],
+)
+def test_only_what_continues_a_text_inherits_what_was_learned_of_it(follows: str, inherits: bool) -> None:
+    """Conversations that share a long beginning are not the same text."""
+    served = Serving(always="on")
+    shared, question = [*PHRASE * 4], [*b"first question?"]
+    (end,) = served.finish(ask([*shared, *question], n_predict=60, return_tokens=True))
+    before = served.plugin._readers[0].account
+    assert before is not None
+    before.n_refused = 7  # nothing else would set it here
+    more = {"the same": [], "the same, and what was answered": [*end.tokens, *b"go on"]}
+    prompt = [*shared, *question, *more[follows]] if follows in more else [*shared, *b"another question?"]
+    served.engine.submit(ask(prompt, n_predict=60))
+    served.engine.step()
+    assert (served.plugin._account(request_of(served)).n_refused == 7) == inherits
+
+
 def test_the_report_agrees_with_the_engine() -> None:
     served = Serving()
     (end,) = served.finish(ask("go", n_predict=300))
