@@ -78,7 +78,8 @@ class Books:
             change -= max(0.0, min(elapsed_s / plain_s, BUSY * usual) - 1.0)
             self._n_after[context] = AFTER
         elif n_after := self._n_after.get(context, 0):
-            change -= max(0.0, min(elapsed_s / plain_s, 2 * BUSY) - 1.0)
+            usual = times.behind(n_users, elapsed_s / plain_s)
+            change -= max(0.0, min(elapsed_s / plain_s, BUSY * usual, 2 * BUSY) - 1.0)
             self._n_after[context] = n_after - 1
         for row in rows:
             if (account := self.accounts.get(row.sequence.request.id)) is not None:

@@ -54,6 +54,7 @@ class StepTimes:
     step: int = 0
     _plain: dict[int, Average] = field(default_factory=dict)  # users -> seconds
     _ratio: dict[int, dict[int, Average]] = field(default_factory=dict)  # users -> drafted tokens -> ratio
+    _behind: dict[int, Average] = field(default_factory=dict)  # users -> ratio of steps just behind a draft
 
     def observe(self, n_users: int, n_draft: int, elapsed_s: float) -> None:
         """A step without prompts took `elapsed_s`; `n_draft` tokens were drafted over all its sequences."""
@@ -65,6 +66,13 @@ class StepTimes:
         elif (plain := self._plain.get(n_users)) is not None:
             ratios = self._ratio.setdefault(n_users, {})
             ratios.setdefault(n_draft, Average()).add(elapsed_s / plain.value, self.step)
+
+    def behind(self, n_users: int, ratio: float) -> float:
+        """A step just behind a draft took `ratio` of one without; what those before it took, 1 at least."""
+        average = self._behind.setdefault(n_users, Average())
+        usual = average.value if average.n else ratio
+        average.add(ratio, self.step)
+        return max(1.0, usual)
 
     def plain_s(self, n_users: int) -> float:
         """Seconds of a step without drafts; 0.0 while two have not been seen."""
