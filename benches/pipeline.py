@@ -189,7 +189,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for r in rows:
         counts = r["counts"]
-        drains = f"{counts['realloc'] + counts['reused'] * (r['devices'] == 'all'):.0f}" if counts else ""
+        drains = f"{sum(counts[what] for what in pipeline_trace.DRAINS):.0f}" if "drained" in counts else ""
         at_work = f"{r['trace']['parallelism']:.2f}" if "trace" in r else ""
         ratio = r["rate"] / one[r["n_batch"], r["n_ubatch"]]["rate"]
         cells = [r["side"], r["devices"], r["label"], r["n_batch"], r["n_ubatch"], f"{r['rate']:.0f}", f"{ratio:.2f}"]

@@ -5,6 +5,7 @@ The environment is the parent's matter: CUDA reads it once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import sys
@@ -24,7 +25,7 @@ from llamamg.modelfile import open_model
 from .flags import config_of
 from .json_side import say, serve
 
-COUNTS = ("ubatch", "reused", "rebuilt", "realloc")
+COUNTS = ("ubatch", "reused", "rebuilt", "realloc", "drained")
 
 
 class Prefill:
@@ -90,8 +91,12 @@ def known(lib: library.Library) -> set[str]:
 
 
 def counts(lib: library.Library) -> dict[str, int]:
-    """Drains and the like so far; an unpatched build counts nothing."""
-    return {name: lib.mg.trace_count(name) for name in COUNTS} if "trace" in known(lib) else {}
+    """Drains and the like so far; an unpatched build counts nothing, and one from before some were counted not those."""
+    found: dict[str, int] = {}
+    for name in COUNTS if "trace" in known(lib) else ():
+        with contextlib.suppress(KeyError):
+            found[name] = lib.mg.trace_count(name)
+    return found
 
 
 def measure(

@@ -12,7 +12,8 @@ from typing import Any
 Stamp = Sequence[Any]
 # What the host does between two of its stamps, by the later one.
 PHASES = {
-    "reused": "waiting for the devices",
+    "drained": "waiting for the devices",
+    "reused": "taking the graph of before",
     "built": "building the graph",
     "realloc": "splitting the graph",
     "allocated": "allocating it",
@@ -20,6 +21,8 @@ PHASES = {
     "copied": "copying inputs",
     "submitted": "submitting",
 }
+# Where the host waits for all devices: a new layout of the graph, or inputs that may still be read. Most reuses wait for nothing.
+DRAINS = ("realloc", "drained")
 
 
 def spans(stamps: Sequence[Stamp]) -> dict[str, list[tuple[float, float]]]:
@@ -55,5 +58,5 @@ def summary(stamps: Sequence[Stamp]) -> dict[str, Any]:
         "parallelism": sum(busy.values()) / wall if wall else 0.0,
         "host_ms": host(stamps),
         "n_ubatches": sum(stamp[1] == "ubatch" for stamp in stamps),
-        "n_drains": sum(stamp[1] in ("realloc", "reused") for stamp in stamps),
+        "n_drains": sum(stamp[1] in DRAINS for stamp in stamps),
     }

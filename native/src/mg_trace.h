@@ -12,14 +12,14 @@ extern "C" {
 struct ggml_backend;
 
 enum mg_trace_what {
-    MG_TRACE_UBATCH,   // host: a ubatch begins; id: its tokens
-    MG_TRACE_REUSED,   // host: its graph is the previous one (with pipeline parallelism after waiting for every device)
-    MG_TRACE_REBUILT,  // host: its graph could be the previous one, but is built anew so that no device is waited for
-    MG_TRACE_SPARED,   // host: its graph is kept though another one computed since; id: number of its set
-    MG_TRACE_BUILT,    // host: its graph is built
-    MG_TRACE_KEPT,     // host: a layer without rows is laid out as one with rows, as it was reserved
-    MG_TRACE_LIMITED,  // host: a graph is queued on a part of a CUDA device; id: its SMs
-    MG_TRACE_REALLOC,  // host: the graph does not fit the reserved layout: every device is waited for
+    MG_TRACE_UBATCH,     // host: a ubatch begins; id: its tokens
+    MG_TRACE_REUSED,     // host: its graph is the previous one
+    MG_TRACE_REBUILT,    // host: its graph could be the previous one, but is built anew so that no device is waited for
+    MG_TRACE_SPARED,     // host: its graph is kept though another one computed since; id: number of its set
+    MG_TRACE_BUILT,      // host: its graph is built
+    MG_TRACE_KEPT,       // host: a layer without rows is laid out as one with rows, as it was reserved
+    MG_TRACE_LIMITED,    // host: a graph is queued on a part of a CUDA device; id: its SMs
+    MG_TRACE_REALLOC,    // host: the graph does not fit the reserved layout: every device is waited for
     MG_TRACE_ALLOCATED,  // host: its graph is split and allocated
     MG_TRACE_INPUTS,     // host: its inputs are written
     MG_TRACE_SPLIT,      // host: a split begins; id: number of the split
@@ -29,6 +29,7 @@ enum mg_trace_what {
     MG_TRACE_END,        // device: its queue is past the split
     MG_TRACE_TILED,  // host: the tile of a product with experts is narrower than the ubatch; id: rows it is made for
     MG_TRACE_EAGER,  // host: a CUDA device is given a graph kernel by kernel, by record-rows; id: tokens of the ubatch
+    MG_TRACE_DRAINED,  // host: every device was waited for, as the graph to be reused may still have been read
     MG_TRACE_COUNT
 };
 

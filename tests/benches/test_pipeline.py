@@ -49,7 +49,12 @@ def test_every_switch_does_its_part_and_changes_no_bit(
     # The mask grows every 256 tokens, so most of the 8 ubatches could take the graph before theirs.
     assert none["counts"]["ubatch"] == every["counts"]["ubatch"] == 8
     assert none["counts"]["reused"] == every["counts"]["rebuilt"] >= 4
-    assert none["counts"]["rebuilt"] == every["counts"]["reused"] == 0
+    assert none["counts"]["rebuilt"] == every["counts"]["reused"] == every["counts"]["drained"] == 0
+    assert none["counts"]["drained"] == none["counts"]["reused"]
+    # One device reuses without waiting.
+    assert rows["one", "all"]["counts"]["reused"] >= 4
+    assert rows["one", "all"]["counts"]["drained"] == 0
+    assert every["trace"]["n_drains"] == every["counts"]["realloc"]
     assert rows["all", "no prefill-rebuild"]["counts"]["reused"] == none["counts"]["reused"]
     # One device has no pipeline: nothing to rebuild.
     assert rows["one", "all"]["counts"]["rebuilt"] == 0
@@ -80,12 +85,19 @@ def test_a_trace_is_summed_up() -> None:
         (17000, "begin", 1, "A"),
         (22000, "end", 2, "B"),
         (27000, "end", 1, "A"),
+        (28000, "ubatch", 512, ""),
+        (28100, "reused", 0, ""),
+        (29000, "ubatch", 512, ""),
+        (31000, "drained", 0, ""),
+        (31100, "reused", 0, ""),
     ]
     found = pipeline_trace.summary(stamps)
     assert found["busy_ms"] == {"A": 20.0, "B": 5.0}
     assert found["wall_ms"] == 20.0
     assert found["parallelism"] == 1.25
-    assert (found["n_ubatches"], found["n_drains"]) == (1, 1)
+    assert (found["n_ubatches"], found["n_drains"]) == (3, 2)  # the first reuse waits for nobody
+    assert found["host_ms"]["waiting for the devices"] == 2.0
+    assert found["host_ms"]["taking the graph of before"] == pytest.approx(0.2)
     assert found["host_ms"]["building the graph"] == 2.0
     assert pipeline_trace.summary([])["parallelism"] == 0.0
 
