@@ -20,6 +20,7 @@ MODULES = (
     "check",
     "kernels",
     "qsa_depth",
+    "steps",
     "spec",
     "pipeline",
     "groups",

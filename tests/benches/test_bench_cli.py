@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,15 @@ def test_it_lists_every_benchmark_it_has(capsys: pytest.CaptureFixture[str]) -> 
         assert module.HELP in listed
         dashed = name.replace("_", "-")
         assert dashed == module.NAME
+
+
+def test_no_benchmark_was_forgotten() -> None:
+    """One that has all a benchmark has is in the list."""
+    folder = Path(import_module("llamamg_benches").__path__[0])
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    whole = {name for name, text in texts.items() if re.search(r"^NAME = ", text, re.M) and "\nHELP = " in text}
+    whole.remove("multi_gpu")  # runs the others
+    assert whole == set(bench_cli.available())
 
 
 def test_a_wrong_name_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
