@@ -21,8 +21,12 @@ MG_API int32_t mg_eager(void);
 
 // Lets a backend know of a ubatch until the end of the block.
 struct mg_eager_scope {
-    mg_eager_scope(int32_t n_tokens, int32_t n_outputs) { mg_eager_ubatch(n_tokens, n_outputs); }
-    ~mg_eager_scope() { mg_eager_ubatch(0, 0); }
+    mg_eager_scope(int32_t n_tokens, int32_t n_outputs) {
+        mg_eager_ubatch(n_tokens, n_outputs);
+    }
+    ~mg_eager_scope() {
+        mg_eager_ubatch(0, 0);
+    }
     mg_eager_scope(const mg_eager_scope &)             = delete;
     mg_eager_scope & operator=(const mg_eager_scope &) = delete;
 };
