@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -44,6 +45,7 @@ from llamamg_plugins.async_cache_tree import Tree
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
+POLL_S = 0.001  # how often is looked whether a copy is through while nothing runs
 N_MIN = 16  # tokens; less is computed sooner than looked for
 PREPARE_S = 0.002  # of a step, for making copies; hidden where a device computes meanwhile
 
@@ -225,6 +227,7 @@ class AsyncCache:
     def engine_stop(self) -> None:
         """Copy nothing more."""
         if self._tree is not None:
+            self._saver.drain()
             self._saver.saved = lambda path: None
             self._saver.stop()
             self._workers.stop()
@@ -396,13 +399,17 @@ class AsyncCache:
             self._disk.forget(hit.failed.entry)
 
     @hookimpl
-    def idle(self, state: StepState) -> None:
-        """What was copied becomes a part of the tree."""
-        if self._tree is not None:
-            self._saver.prepare()
-            self._saver.drain()
+    def idle(self, state: StepState) -> bool:
+        """What was copied becomes a part of the tree, and goes to disk, as soon as it is there: the server may end soon."""
+        if self._tree is None:
+            return False
+        self._saver.prepare()
+        if self._saver.n_running:
+            time.sleep(POLL_S)
+        self._saver.drain()
         if self._disk is not None:
             self._disk.drain()
+        return self._saver.n_running > 0
 
     def counters(self) -> Iterator[tuple[str, str, float, bool]]:
         """Name, help, value, and whether it only grows."""

@@ -37,6 +37,7 @@ from llamamg_plugins.async_cache_tree import Node, State, Tree
 log = logging.getLogger(__name__)
 SUFFIX = ".llmg"
 N_OPEN_MAX = 32
+END_S = 0.6  # what is written by then when the server ends is kept
 
 
 @dataclass(slots=True, eq=False)
@@ -120,11 +121,14 @@ class Disk:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write nothing more."""
-        self._stopping = True
+        """Write what is queued for a moment longer, then nothing more."""
         self._jobs.put(None)
         if self._thread.ident is not None:
-            self._thread.join(0.9)
+            self._thread.join(END_S)
+        self._stopping = True
+        if self._thread.ident is not None:
+            self._thread.join(0.3)
+        self.drain()
         for entry in self.entries:
             self._close(entry)
 

@@ -80,6 +80,49 @@ def test_conversations_survive_a_restart(start: Make, tmp_path: Path, hybrid: bo
     assert server.cache._disk.n_read > 0
 
 
+def test_an_answer_is_on_disk_though_nothing_happens_after_it(start: Make, tmp_path: Path) -> None:
+    """Between two steps of an idle engine lie seconds: the plugin asks to be called again until its copies are through."""
+    server = start()
+    server.engine.submit(ask(talk(800, 1), n_predict=4))
+    while server.engine.step():
+        pass
+    n_calls = 0
+    while server.cache.idle(server.engine.scheduler.state):
+        n_calls += 1
+        assert n_calls < 20_000
+    server.plugins.stop()  # what is queued is still written
+    (path,) = files(tmp_path)
+    with StateFile(path) as file:
+        assert file.header.n_tokens == 803
+
+
+def test_a_long_write_does_not_hold_up_the_end(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.async_cache_disk.END_S", 0.05)
+    server = start()
+    disk = server.cache._disk
+    assert disk is not None
+
+    def write(path: Path, header: Any, tokens: Any, records: Any, stopped: Callable[[], bool]) -> int:
+        until = time.monotonic() + 20
+        while not stopped():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        raise OSError("writing was stopped")
+
+    monkeypatch.setattr("llamamg_plugins.async_cache_disk.write_state_file", write)
+    server.engine.submit(ask(talk(800, 1), n_predict=4))
+    while server.engine.step():
+        pass
+    while server.cache.idle(server.engine.scheduler.state):
+        pass
+    assert disk.n_pending == 1
+    server.plugins.stop()
+    disk._thread.join(10)
+    assert not disk._thread.is_alive()
+    assert files(tmp_path) == []
+    disk.drain()
+
+
 def test_a_conversation_that_grows_writes_what_is_new(start: Make, tmp_path: Path) -> None:
     server = start()
     t = talk(1000, 1)
