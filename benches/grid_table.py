@@ -32,7 +32,7 @@ def kinds(rows: Iterable[Row]) -> list[tuple[int, int]]:
 def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first side against each other one and `off` against `upstream`, over all cells that both have.
 
-    A pair of values is of the same cell and repeat.
+    A pair of values is of the same cell and repeat; fewer than three say nothing.
     """
     names = [side["name"] for side in result["sides"]]
     which = [(names[0], other) for other in names[1:]]
@@ -52,7 +52,7 @@ def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 if both:
                     ratio = float(np.exp(np.mean([np.log(mine[r] / theirs[r]) for r in both])))
                     per_cell.append({"n_sessions": n, "depth": depth, "n_pairs": len(both), "ratio": ratio})
-            if len(a) >= 2:
+            if len(a) >= pairs.N_PAIRS_MIN:
                 found.append(
                     {"a": first, "b": other, "metric": metric, "cells": per_cell, **pairs.compare(a, b).json()}
                 )

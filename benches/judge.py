@@ -10,6 +10,7 @@ from llamamg.guard import GuardKind
 
 from . import pairs
 from .errors import BenchError
+from .pairs import N_PAIRS_MIN
 from .session import Block
 from .switching import Sides
 from .tokens import Reference, TokenCount
@@ -23,7 +24,6 @@ HIGHER_IS_BETTER = {
     "itl_max_ms": False,
 }
 UNITS = {"decode_tps": "t/s", "prefill_tps": "t/s", "itl_p50_ms": "ms", "itl_p99_ms": "ms", "itl_max_ms": "ms"}
-N_PAIRS_MIN = 3
 
 ACTED, NO_EFFECT, NOT_APPLICABLE = "acted", "no effect", "not applicable"
 TOKENS_CHANGED, NOT_MEASURED = "tokens changed", "not measured"

@@ -12,6 +12,7 @@ CONFIDENCE = 0.99
 MIN_EFFECT = 0.01  # smaller differences are not claimed, however sure they are
 N_BOOTSTRAP_FROM = 30  # pairs; below that a t interval
 N_RESAMPLES = 10_000
+N_PAIRS_MIN = 3  # fewer say nothing
 
 
 @dataclass(frozen=True, slots=True)
