@@ -280,6 +280,22 @@ def test_a_folder_is_of_no_use_without_memory(tmp_path: Path) -> None:
         AsyncCache(ram=0).configure(config)
 
 
+def test_states_read_from_disk_are_counted(start: Make) -> None:
+    t = talk(800, 1)
+    start(hybrid=True).run(ask(t, n_predict=2))
+    server = start(hybrid=True)
+    request = ask(t + talk(20, 2), n_predict=2)
+    server.run(request)
+    assert server.n_cached(request) >= 796
+    tree = server.cache._tree
+    assert tree is not None
+    server.run(ask(talk(600, 3), n_predict=2))
+    assert tree.n_state_bytes > 0
+    tree.n_bytes_max = 0
+    tree.make_room(0)
+    assert tree.n_bytes == 0
+
+
 def test_a_limit_beyond_all_disks(start: Make) -> None:
     server = start(**{"disk-gb": "1e308"})
     server.run(ask(talk(500, 1), n_predict=2))

@@ -11,6 +11,7 @@ import pytest
 from cache_server import talk
 
 from llamamg import N_ROWS
+from llamamg.statefile import StateFile
 from llamamg_plugins.async_cache_blocks import BlockPool
 from llamamg_plugins.async_cache_disk import Disk
 from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
@@ -56,6 +57,12 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
     made.disk.stop()
 
 
+def state(folder: Folder, node: Node, n: int) -> State:
+    made = State(n, 0, n - 1, np.full(8, n % 251, np.uint8))
+    folder.tree.add_state(node, made)
+    return made
+
+
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
 def test_the_same_conversation_saved_from_two_slots(folder: Folder, tmp_path: Path, at_once: bool) -> None:
     """Their common blocks are one node, but each has an end of its own."""
@@ -85,17 +92,64 @@ def test_the_same_conversation_with_other_states(folder: Folder) -> None:
     head = folder.node(folder.tree.root, TALK[:N_ROWS])
     ends = [folder.node(head, TALK[N_ROWS:]) for _ in range(2)]
 
-    def add(node: Node, n: int) -> State:
-        state = State(n, 0, n - 1, np.full(8, n % 251, np.uint8))
-        folder.tree.add_state(node, state)
-        return state
-
-    states = [add(ends[0], 300), add(ends[0], 356), add(ends[1], 356)]
+    states = [state(folder, ends[0], 300), state(folder, ends[0], 356), state(folder, ends[1], 356)]
     for end in ends:
         folder.disk.write([head, end])
     folder.settle()
-    for state in states:
-        assert state.stored is not None
+    for each in states:
+        assert each.stored is not None
         data = np.empty(8, np.uint8)
-        folder.disk.load(state.stored, data)
-        assert set(data.tolist()) == {state.n_tokens % 251}
+        folder.disk.load(each.stored, data)
+        assert set(data.tolist()) == {each.n_tokens % 251}
+
+
+def test_a_block_that_grew_while_it_was_written_is_not_on_disk(folder: Folder) -> None:
+    end = folder.node(folder.tree.root, TALK[:100])
+    folder.disk.write([end])
+    folder.tree.grow(end, TALK[:200])
+    folder.settle()
+    assert end.stored is None, "its file has 100 rows of it"
+    folder.disk.write([end])
+    folder.settle()
+    assert end.stored.entry.path.stat().st_size > 0
+    with StateFile(end.stored.entry.path) as file:
+        assert file.header.n_tokens == 200
+
+
+def test_what_has_left_memory_is_not_written(folder: Folder, tmp_path: Path) -> None:
+    first = folder.node(folder.tree.root, TALK[:N_ROWS])
+    second = folder.node(first, TALK[N_ROWS:])
+    assert second.block is not None
+    folder.pool.give(second.block)
+    second.block = None
+    folder.disk.write([first, second])
+    assert folder.disk.n_pending == 0
+    assert list((tmp_path / "disk").glob("*.llmg")) == []
+
+
+def test_a_state_that_was_only_in_a_file_goes_with_it(folder: Folder) -> None:
+    """The block stays, in memory: a state that nobody has any more must not be offered."""
+    node = folder.node(folder.tree.root, TALK[:200])
+    here, gone = state(folder, node, 150), state(folder, node, 200)
+    folder.disk.write([node])
+    folder.settle()
+    folder.tree._free_data(gone)
+    assert folder.tree.best_state([node], 200) is gone
+    folder.disk.forget(node.stored.entry)
+    assert node.block is not None
+    assert node.stored is None
+    assert folder.tree.best_state([node], 200) is here
+
+
+def test_a_file_that_is_being_read_stays_open(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamamg_plugins.async_cache_disk.N_OPEN_MAX", 2)
+    nodes = [folder.node(folder.tree.root, np.array(talk(100, seed), np.int32)) for seed in range(4)]
+    for node in nodes:
+        folder.disk.write([node])
+    folder.settle()
+    nodes[0].n_pins = 1
+    for node in nodes:
+        assert folder.rows(node) == node.tokens.tolist()
+    opened = [node.stored.entry.file is not None for node in nodes]
+    assert opened == [True, False, False, True], "only what nobody reads is closed to make room"
+    nodes[0].n_pins = 0

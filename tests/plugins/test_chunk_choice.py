@@ -314,3 +314,16 @@ def test_a_bad_beginning_does_not_keep_the_chunk_small(seed: int) -> None:
     bench.run(60)
     steps = bench.run(100)
     assert sum(n for n, _ in steps) / sum(seconds for _, seconds in steps) >= 0.8 * 0.32 * 2970
+
+
+def test_a_prompt_that_somebody_came_beside_tells_no_solo_rate() -> None:
+    bench = Bench(linear, noise=0.0, ratio=2.0)
+    bench.step(2048, decoders=False)
+    first = bench.choice.solo.tps
+    assert first > 0
+    bench.choice.observe(Batch([Row(bench.prompt, [1] * 512, 2048, 0, is_prompt=True)]), 0.1)  # no end of a prompt
+    bench.now += 50.0
+    for _ in range(3):
+        bench.step(1)
+    bench.step(512, decoders=False)
+    assert bench.choice.solo.tps == pytest.approx(0.5 * (first + 512 / linear(0, 512, 2051.0)), rel=0.01)

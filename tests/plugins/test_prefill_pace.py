@@ -228,8 +228,12 @@ def test_a_failed_batch_is_forgotten() -> None:
     device.plan()
     assert device.prefill is not None
     assert device.budgets._beside
-    device.budgets.ended(device.prefill[0])
+    batch = device.prefill[0]
+    device.budgets.ended(batch)
     assert not device.budgets._beside
+    device.budgets._overlapped.add(id(batch))
+    assert device.budgets.ended(batch)[0]
+    assert not device.budgets.ended(batch)[0], "another batch may get the same id"
     assert 1 not in device.budgets._flying
 
 
