@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,28 @@ class Gpu:
     type: str = "gpu"
 
 
+@contextmanager
+def log_of(library: Library, file: Path) -> Iterator[None]:
+    """libllama's information goes to `file`, where it says what it allocates."""
+    library.mg.set_log("info", file)
+    try:
+        yield
+    finally:
+        library.mg.set_log("warn")
+
+
+def make_context(library: Library, config: Config) -> None:
+    """A model and a context, and away with them."""
+    handle = load_model(library, config.model)
+    library.llama.llama_free(new_context(library, handle, config))
+    library.llama.llama_model_free(handle)
+
+
+def mib(log: Path, pattern: str) -> float:
+    """All buffers of this kind."""
+    return sum(float(size) for size in re.findall(pattern + r" buffer size = +([\d.]+) MiB", log.read_text()))
+
+
 @pytest.mark.parametrize(
     "context",
     [
@@ -45,26 +69,15 @@ def test_estimate_is_what_libllama_allocates(
     path = request.getfixturevalue(model)
     config = Config(ModelConfig(path, devices=()), replace(context, n_threads=1, n_threads_batch=1))
     log = tmp_path / "log"
-    library.mg.set_log("info", log)
-    try:
-        handle = load_model(library, config.model)
-        made = new_context(library, handle, config)
-        library.llama.llama_free(made)
-        library.llama.llama_model_free(handle)
-    finally:
-        library.mg.set_log("warn")
-    text = log.read_text()
-
-    def mib(pattern: str) -> float:
-        return sum(float(size) for size in re.findall(pattern + r" buffer size = +([\d.]+) MiB", text))
-
+    with log_of(library, log):
+        make_context(library, config)
     need = estimate(config, open_model(path)).total
-    measured = mib("KV")
+    measured = mib(log, "KV")
     assert measured > 0
     assert (need.cache + need.indexer) / MIB == pytest.approx(measured, rel=0.01)
-    assert need.recurrent / MIB == pytest.approx(mib("RS"), rel=0.02, abs=0.01)
-    assert need.weights / MIB == pytest.approx(mib("(?:Mapped|CPU) model"), rel=0.01)
-    assert 0 < need.compute / MIB <= mib("compute") + mib("output")  # a lower bound
+    assert need.recurrent / MIB == pytest.approx(mib(log, "RS"), rel=0.02, abs=0.01)
+    assert need.weights / MIB == pytest.approx(mib(log, "(?:Mapped|CPU) model"), rel=0.01)
+    assert 0 < need.compute / MIB <= mib(log, "(?:compute|output)")  # a lower bound
 
 
 def test_estimate_of_several_contexts(library: Library, micro_model: Path, tmp_path: Path) -> None:
@@ -73,27 +86,20 @@ def test_estimate_of_several_contexts(library: Library, micro_model: Path, tmp_p
     )
     config = Config(ModelConfig(micro_model, devices=()), context)
     log = tmp_path / "log"
-    library.mg.set_log("info", log)
-    try:
+    with log_of(library, log):
         handle = load_model(library, config.model)
         vocab = Vocabulary(library.llama, handle)
         info = describe(library, handle, micro_model, vocab.n_vocab, vocab.type, None)
         made = contexts.make(library, handle, config, info, vocab)
         made.runner.close()
         library.llama.llama_model_free(handle)
-    finally:
-        library.mg.set_log("warn")
-
-    def mib(pattern: str) -> float:
-        return sum(float(s) for s in re.findall(pattern + r" buffer size = +([\d.]+) MiB", log.read_text()))
-
     need = estimate(config, open_model(micro_model)).total
     one = estimate(
         replace(config, context=replace(context, n_groups=1, n_prefill_slots=0)), open_model(micro_model)
     ).total
-    assert (need.cache + need.indexer) / MIB == pytest.approx(mib("KV"), rel=0.01)
-    assert need.recurrent / MIB == pytest.approx(mib("RS"), rel=0.02, abs=0.01)
-    assert one.compute / MIB < need.compute / MIB <= mib("compute") + mib("output")
+    assert (need.cache + need.indexer) / MIB == pytest.approx(mib(log, "KV"), rel=0.01)
+    assert need.recurrent / MIB == pytest.approx(mib(log, "RS"), rel=0.02, abs=0.01)
+    assert one.compute / MIB < need.compute / MIB <= mib(log, "(?:compute|output)")
 
 
 def header(n_layer: int = 8, n_ctx: int = 4096) -> ModelHeader:
@@ -222,18 +228,9 @@ def test_compute_buffers_of_sparse_attention(
     )
     config = Config(ModelConfig(micro_model, devices=()), context)
     log = tmp_path / "log"
-    library.mg.set_log("info", log)
-    library.mg.set_switch("qsa", int(native))
-    try:
-        handle = load_model(library, config.model)
-        made = new_context(library, handle, config)
-        library.llama.llama_free(made)
-        library.llama.llama_model_free(handle)
-    finally:
-        library.mg.set_log("warn")
-        library.mg.set_switch("qsa", 0)
-    found = re.findall(r"(?:compute|output) buffer size = +([\d.]+) MiB", log.read_text())
-    measured = sum(map(float, found))
+    with library.mg.held({"qsa": int(native)}), log_of(library, log):
+        make_context(library, config)
+    measured = mib(log, "(?:compute|output)")
     estimated = estimate(config, open_model(micro_model), pooled_keys=native).total.compute / MIB
     assert estimated <= measured
     if not native and n_ctx * n_ubatch >= 2**22:
