@@ -12,22 +12,12 @@ import pytest
 
 from llamamg import hookimpl
 from llamamg.errors import BatchError, KVFull
-from llamamg.guard import Guard
 from llamamg.plugins import plugin
 from llamamg.request import Failed, Finished
 from llamamg.testing import EOS, FakeSampler, ask, fake_engine, run
 from llamamg_plugins.seq_compact import SeqCompact
 
-DECLARE: dict[str, Any] = {"summary": "", "helps": "", "hurts": "", "guard": Guard.same_tokens()}
-N_CTX_SLOT = 128
-
-
-def model(sequence: Any, so_far: list[int]) -> int:
-    """A stand-in whose next token depends on every token before it: a wrong cache shows in the text."""
-    mixed = 7
-    for token in so_far:
-        mixed = (mixed * 31 + token) % 10007
-    return EOS if mixed % 40 == 0 else 32 + mixed % 95
+from .guesser import DECLARE, N_CTX_SLOT, Drafter, model
 
 
 def text_of(prompt: list[int], n_predict: int) -> list[int]:
@@ -60,20 +50,6 @@ def mover(rng: random.Random, n_most: int) -> type[Any]:
             return [(a.home, b.home)] if a.group != b.group else None
 
     return Mover
-
-
-@plugin(name="drafter", **DECLARE)
-class Drafter:
-    """Guesses right about half of the time."""
-
-    @hookimpl
-    def draft(self, sequence: Any, limit: int) -> list[int]:
-        so_far = [*sequence.slot.tokens.view().tolist(), sequence.last_token]
-        tokens = []
-        for i in range(limit):
-            tokens.append(model(sequence, so_far) if len(so_far) % 3 or i == 0 else 50)
-            so_far.append(tokens[-1])
-        return tokens
 
 
 def check_places(engine: Any, runner: Any) -> None:
