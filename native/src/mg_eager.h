@@ -9,11 +9,12 @@
 extern "C" {
 #endif
 
-// From now on this thread queues a ubatch of so many tokens, of which n_outputs have logits; 0, 0: none.
-MG_API void mg_eager_ubatch(int32_t n_tokens, int32_t n_outputs);
+// From now on this thread queues a ubatch of so many tokens, of which n_outputs have logits, where n_full are the most that
+// a ubatch of the context has; 0, 0, 0: none.
+MG_API void mg_eager_ubatch(int32_t n_tokens, int32_t n_outputs, int32_t n_full);
 
-// Whether what this thread queues is neither recorded nor replayed: 1 for ubatches of a prompt with as many tokens as
-// the switch record-rows says. Counted as "eager" ("launched kernel by kernel").
+// Whether what this thread queues is neither recorded nor replayed: 1 for ubatches of a prompt with as many tokens as the
+// switch record-rows says, unless they are full. Counted as "eager" ("launched kernel by kernel").
 MG_API int32_t mg_eager(void);
 
 #ifdef __cplusplus
@@ -21,12 +22,12 @@ MG_API int32_t mg_eager(void);
 
 // Lets a backend know of a ubatch until the end of the block.
 struct mg_eager_scope {
-    mg_eager_scope(int32_t n_tokens, int32_t n_outputs) {
-        mg_eager_ubatch(n_tokens, n_outputs);
+    mg_eager_scope(int32_t n_tokens, int32_t n_outputs, int32_t n_full) {
+        mg_eager_ubatch(n_tokens, n_outputs, n_full);
     }
-    ~mg_eager_scope() {
-        mg_eager_ubatch(0, 0);
-    }
+
+    ~mg_eager_scope() { mg_eager_ubatch(0, 0, 0); }
+
     mg_eager_scope(const mg_eager_scope &)             = delete;
     mg_eager_scope & operator=(const mg_eager_scope &) = delete;
 };

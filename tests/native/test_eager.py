@@ -85,11 +85,17 @@ def test_ubatches_of_a_prompt_from_the_switch_on_are_launched(library: Library, 
         before = library.mg.trace_count("eager")
         assert watched.decode(8) == [1]
         assert watched.decode(7) == [0]
-        assert watched.decode(40) == [1, 1, 1]  # 16, 16 and 8
-        assert watched.decode(39) == [1, 1, 0]
+        assert watched.decode(15) == [1]
         assert watched.decode(1) == [0]
-        assert library.mg.trace_count("eager") - before == 6
+        assert library.mg.trace_count("eager") - before == 2
         assert watched.base.mg_eager() == 0, "nothing is computed now"
+
+
+def test_full_ubatches_are_recorded(library: Library, watched: Watched) -> None:
+    with library.mg.held({SWITCH: 8}):
+        assert watched.decode(N_UBATCH) == [0]
+        assert watched.decode(2 * N_UBATCH + 8) == [0, 0, 1]
+        assert watched.decode(2 * N_UBATCH + 7) == [0, 0, 0]
 
 
 def test_rows_that_all_have_logits_are_recorded(library: Library, watched: Watched) -> None:
@@ -102,20 +108,20 @@ def test_off_and_toggled(library: Library, watched: Watched) -> None:
     with library.mg.held({SWITCH: 0}):
         assert watched.decode(40) == [0, 0, 0]
     assert library.mg.trace_count("eager") == before
-    for value, told in ((16, [1]), (17, [0]), (0, [0]), (1, [1])):
+    for value, told in ((12, [1]), (13, [0]), (0, [0]), (1, [1])):
         with library.mg.held({SWITCH: value}):
-            assert watched.decode(16) == told
+            assert watched.decode(12) == told
 
 
 def test_a_thread_knows_of_its_own_ubatch_only(library: Library, watched: Watched) -> None:
     seen: list[int] = []
     with library.mg.held({SWITCH: 8}):
-        watched.base.mg_eager_ubatch(64, 0)
+        watched.base.mg_eager_ubatch(64, 0, 512)
         try:
             thread = threading.Thread(target=lambda: seen.append(watched.base.mg_eager()))
             thread.start()
             thread.join()
             assert watched.base.mg_eager() == 1
         finally:
-            watched.base.mg_eager_ubatch(0, 0)
+            watched.base.mg_eager_ubatch(0, 0, 0)
     assert seen == [0]
