@@ -32,10 +32,11 @@ def kinds(rows: Iterable[Row]) -> list[tuple[int, int]]:
 def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first side against each other one and `off` against `upstream`, over all cells that both have.
 
-    A pair of values is of the same cell and repeat; fewer than three say nothing.
+    Where `upstream` is the first one, the others are compared with it. A pair of values is of the same cell and repeat;
+    fewer than three say nothing.
     """
     names = [side["name"] for side in result["sides"]]
-    which = [(names[0], other) for other in names[1:]]
+    which = [(other, names[0]) if names[0] == BASELINE[1] else (names[0], other) for other in names[1:]]
     if names[0] not in BASELINE and set(BASELINE) <= set(names):
         which.append(BASELINE)
     found = []

@@ -143,6 +143,14 @@ def test_plugins_off_and_the_unpatched_build_are_compared_whatever_comes_first()
     assert "llamamg, plugins off / llama-server (unpatched), prefill t/s" in grid_table.markdown(result)
 
 
+def test_what_is_ours_is_compared_with_the_unpatched_build_and_not_the_other_way_round() -> None:
+    result = grid_result("2026", ratio=1.1)
+    result["sides"].sort(key=lambda side: side["name"] != "upstream")
+    assert result["sides"][0]["name"] == "upstream"
+    found = grid_table.comparisons(result)
+    assert {(c["a"], c["b"], c["verdict"]) for c in found} == {("off", "upstream", "A higher")}
+
+
 def test_committed_tables_are_what_their_json_says() -> None:
     root = Path(retable.__file__).parent / "results"
     stale = [path for path, text in retable.tables(root) if path.read_text(encoding="utf-8") != text]

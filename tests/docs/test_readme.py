@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamamg import readmedocs
+from llamamg import cli, readmedocs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_generated_parts_are_fresh() -> None:
     page = readmedocs.PAGE.read_text(encoding="utf-8")
     assert readmedocs.render(page) == page, "run `python -m llamamg.readmedocs`"
+
+
+def test_every_command_is_named() -> None:
+    page = readmedocs.PAGE.read_text(encoding="utf-8")
+    assert [name for name in (cli.SERVE[0], *cli.COMMANDS) if f"| `llamamg {name}" not in page] == []
 
 
 def test_a_page_without_markers_is_refused() -> None:
