@@ -130,6 +130,9 @@ class ChunkChoice:
         least = self.limits.min_share * self._solo_tps(shape)
         alone = self._alone_s.get(shape.n_rows) or float(self.fit.predict(shape, np.zeros(1, np.int64))[0])
         wanted = self.limits.wanted_s(alone)
+        if self._lacks_solo and float(self.fit.predict(shape, np.ones(1, np.int64))[0]) > wanted:
+            # The share will decide, and nobody knows what it is a share of: a few larger chunks tell.
+            return min(self._ladder.take(above(self.fit.n_largest)), n_most)
         # Beyond what was tried the fit only guesses, so it goes there in steps, small ones where little is missing.
         sizes = up_to(min(n_most, self._largest(shape, wanted, least)))
         times = self._ladder.plausible(sizes, self.fit.predict(shape, sizes))
@@ -152,9 +155,14 @@ class ChunkChoice:
         """The rate that a prompt would have by itself at this depth; 0.0 where nobody knows."""
         if self.limits.min_share <= 0:
             return 0.0
-        if self.fit.n_seen < N_SLOPE or (self.solo.tps == 0.0 and self.fit.n_largest < N_GUESS):
+        if self.fit.n_seen < N_SLOPE or self._lacks_solo:
             return self.solo.tps
         return solo_at(self.fit, self.solo, shape.prompt_depth, self._n_ubatch)
+
+    @property
+    def _lacks_solo(self) -> bool:
+        """Whether the share counts, but no prompt was computed alone and chunks were too small to guess from."""
+        return self.limits.min_share > 0 and self.solo.tps == 0.0 and self.fit.n_largest < N_GUESS
 
     def alone_s(self, n_rows: int) -> float | None:
         """A step of so many decode rows without prompt tokens, if one was seen."""

@@ -113,6 +113,18 @@ def test_the_prompt_keeps_its_share_where_the_target_cannot_be_met() -> None:
     assert 0.27 * solo <= rate <= 0.45 * solo
 
 
+@pytest.mark.parametrize("law", [linear, mixture])
+def test_the_share_is_kept_where_no_prompt_was_ever_alone(law: Law) -> None:
+    """Somebody decodes from the first second on: what a prompt would have by itself is guessed from larger chunks."""
+    bench = Bench(law, target_s=0.001, min_share=0.3)
+    learning = bench.run(100)
+    assert max(seconds for _, seconds in learning) < 0.6 * law(2, 512, 0.0), "far below a whole ubatch"
+    steps = bench.run(100)
+    rate = sum(n for n, _ in steps) / sum(seconds for _, seconds in steps)
+    assert bench.choice.solo.tps == 0.0
+    assert 0.2 <= rate / (512 / law(0, 512, bench.prompt.n_past)) <= 0.5
+
+
 def test_without_a_target_in_reach_and_without_a_share_the_smallest_chunk_goes() -> None:
     bench = Bench(linear, target_s=0.001)
     bench.run(30)
