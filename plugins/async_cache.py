@@ -423,6 +423,7 @@ class AsyncCache:
         yield "restored_tokens", "Tokens restored", self.effect, True
         yield "saves", "Slots saved", saver.n_saved, True
         yield "saves_cut", "Slots whose next user came before all was saved", saver.n_cut, True
+        yield "saves_failed", "Slots of which some could not be copied", saver.n_failed, True
         yield "saved_bytes", "Bytes copied from slots", saver.n_bytes, True
         yield "evicted_blocks", "Blocks that went to make room", tree.n_evicted, True
         yield "bytes", "Main memory in use", tree.n_bytes, False

@@ -93,3 +93,20 @@ def test_nothing_is_built_on_a_block_that_was_cut(serve: Callable[..., Server]) 
     assert [(node.start, len(node.tokens)) for node in tree.nodes()] == [(0, 100)]
     saver._unpin(save)
     tree.give_block(parts[1].block)
+
+
+def test_a_save_that_fails_is_counted_and_costs_nothing_else(serve: Callable[..., Server]) -> None:
+    server = serve(1)
+
+    def fail() -> None:
+        raise OSError("the bus is on fire")
+
+    server.cells.slow = fail
+    server.run(ask(talk(600, 1), n_predict=2))
+    server.cells.slow = lambda: None
+    counters = {name: value for name, _, value, _ in server.cache.counters()}
+    assert (counters["saves"], counters["saves_failed"], counters["bytes"]) == (1, 1, 0)
+    request = ask(talk(600, 1) + talk(9, 2), n_predict=2)
+    server.run(ask(talk(600, 3), n_predict=2))
+    assert server.run(request) == [alone(talk(600, 1) + talk(9, 2), 2)]
+    assert server.n_cached(request) == 0
