@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,6 +166,27 @@ def test_a_request_cancelled_while_its_state_is_on_the_way_leaves_nothing(serve:
     assert server.runner.kv.held[0][:300] == talk(300, 7), "a late write"
     request = ask(stored, n_predict=8)
     assert server.run(request) == [alone(stored, hybrid=True)]
+
+
+def test_a_state_that_is_nowhere_else_keeps_its_device(serve: Callable[..., Server]) -> None:
+    """There is room for one: the second is copied at once as long as the first is on its way to main memory."""
+    server = serve(1, **{"device-mb": "1"})
+    cells, kept = server.cells, server.cache._kept
+    cells.kv.held[0] = talk(100, 1)
+    cells.limit_states(400, 0)
+    may_copy = threading.Event()
+    cells.slow = lambda: may_copy.wait(10) and None
+    first = kept.take(0)
+    cells.slow = lambda: None
+    second = kept.take(0)
+    assert first.device is not None
+    assert (second.device, second.data is not None) == (None, True)
+    may_copy.set()
+    first.host_bytes()
+    third = kept.take(0)
+    assert first.device is None
+    assert third.device is not None
+    third.host_bytes()
 
 
 def test_states_that_nobody_has_any_more_free_their_device(serve: Callable[..., Server]) -> None:
