@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -36,6 +37,9 @@ from llamamg_plugins.async_cache_tree import Node, State, Tree
 
 log = logging.getLogger(__name__)
 SUFFIX = ".llmg"
+NAME = re.compile(
+    rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}"
+)  # what is called otherwise, e.g. a saved slot, is somebody's own
 N_OPEN_MAX = 32
 END_S = 0.6  # what is written by then when the server ends is kept
 
@@ -92,7 +96,7 @@ class Disk:
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
         found, n_unread = [], 0
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        for path in sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name)):
             try:
                 entry = Entry(path, path.stat().st_size, path.stat().st_mtime)
                 with StateFile(path) as file:

@@ -83,6 +83,7 @@ def test_conversations_survive_a_restart(start: Make, tmp_path: Path, hybrid: bo
 def test_an_answer_is_on_disk_though_nothing_happens_after_it(start: Make, tmp_path: Path) -> None:
     """Between two steps of an idle engine lie seconds: the plugin asks to be called again until its copies are through."""
     server = start()
+    server.cells.slow = lambda: time.sleep(0.005)
     server.engine.submit(ask(talk(800, 1), n_predict=4))
     while server.engine.step():
         pass
@@ -90,10 +91,25 @@ def test_an_answer_is_on_disk_though_nothing_happens_after_it(start: Make, tmp_p
     while server.cache.idle(server.engine.scheduler.state):
         n_calls += 1
         assert n_calls < 20_000
+    assert server.cache._saver.n_running == 0
     server.plugins.stop()  # what is queued is still written
     (path,) = files(tmp_path)
     with StateFile(path) as file:
         assert file.header.n_tokens == 803
+
+
+def test_what_is_copied_when_the_server_ends_is_written(start: Make, tmp_path: Path) -> None:
+    server = start()
+    server.engine.submit(ask(talk(800, 1), n_predict=4))
+    while server.engine.step():
+        pass
+    server.cache._saver.prepare()
+    copying = server.engine.slots[0].copying
+    assert copying is not None
+    assert copying.wait(10)
+    assert server.cache._saver.n_running == 1
+    server.plugins.stop()
+    assert len(files(tmp_path)) == 1
 
 
 def test_a_long_write_does_not_hold_up_the_end(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,11 +327,12 @@ def test_what_is_not_damaged_is_not_deleted(
     server.run(ask(t, n_predict=2))
     server.run(ask(t + talk(400, 2), n_predict=2))
     first = next(path for path in files(tmp_path) if StateFile(path).header.start == 0)
-    older = tmp_path / "disk" / "older.llmg"
+    older, mine = (tmp_path / "disk" / f"{32 * letter}.llmg" for letter in "ab")
     older.write_bytes(first.read_bytes()[:8] + (0).to_bytes(4, "little") + first.read_bytes()[12:])
-    (tmp_path / "disk" / "mine.llmg").write_text("a diary")
-    (tmp_path / "disk" / "gone.llmg").symlink_to(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "disk" / "pipe.llmg")
+    mine.write_text("a diary")
+    mine.with_stem(32 * "c").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(mine.with_stem(32 * "d"))
+    mine.with_stem("slot").write_bytes(b"LMGSTATE, damaged")
     before = set(files(tmp_path))
     opened = os.open
 
@@ -328,8 +345,8 @@ def test_what_is_not_damaged_is_not_deleted(
     server = start()
     assert set(files(tmp_path)) == before
     assert f"{first} is left alone: [Errno 24] Too many open files" in caplog.text
-    assert "mine.llmg is left alone: it is no state file" in caplog.text
-    assert "older.llmg is not used: it has version 0" in caplog.text
+    assert f"{mine} is left alone: it is no state file" in caplog.text
+    assert f"{older} is not used: it has version 0" in caplog.text
     monkeypatch.undo()
     server.stop()
     disk = server.cache._disk
