@@ -9,11 +9,9 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,45 +31,12 @@ from llamamg.statefile import (
     write_state_file,
 )
 from llamamg.statefile.write import remove_leftovers
+from llamamg_plugins.async_cache_folder import NAME, SUFFIX, BadFile, Entry, Stored
 from llamamg_plugins.async_cache_tree import Node, State, Tree
 
 log = logging.getLogger(__name__)
-SUFFIX = ".llmg"
-NAME = re.compile(
-    rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}"
-)  # what is called otherwise, e.g. a saved slot, is somebody's own
 N_OPEN_MAX = 32
 END_S = 0.6  # what is written by then when the server ends is kept
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One file."""
-
-    path: Path
-    n_bytes: int
-    t_used: float
-    nodes: list[Node] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
-    file: StateFile | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A record of a file."""
-
-    entry: Entry
-    index: int
-    n_bytes: int
-    is_state: bool = False
-
-
-class BadFile(Exception):
-    """A file cannot be read; `entry` says which one."""
-
-    def __init__(self, entry: Entry, why: object) -> None:
-        super().__init__(f"{entry.path.name}: {why}")
-        self.entry = entry
 
 
 class Disk:

@@ -35,6 +35,11 @@ class KeptStates:
         self.n_taken = self.n_put = 0  # on a device, and back from there
         cells.limit_states(n_bytes_max, N_LEFT if cells.memory_free() else 0)
 
+    @property
+    def n_bytes(self) -> int:
+        """Memory on devices in use for states."""
+        return self._cells.state_bytes()
+
     def take(self, seq_id: int) -> KeptState:
         """The state of a sequence as it is now. Raises NativeError."""
         copying = self._cells.save_state(seq_id)

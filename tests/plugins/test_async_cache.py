@@ -56,7 +56,7 @@ def test_six_conversations_in_turn_answer_as_without_cache(serve: Callable[..., 
         talks = [
             t + list(a.encode()) + talk(40, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
         ]
-    assert server.cache.n_hits >= 12
+    assert server.cache._restorer.n_hits >= 12
 
 
 def test_only_new_rows_are_copied(serve: Callable[..., Server]) -> None:
@@ -204,7 +204,7 @@ def test_a_copy_that_fails_costs_the_prefix_only(serve: Callable[..., Server]) -
     request = ask(stored, n_predict=8)
     assert server.run(request) == [alone(stored)]
     assert server.n_cached(request) == 0
-    assert server.cache.n_failed == 1
+    assert server.cache._restorer.n_failed == 1
     assert server.plugins.enabled() == ["async-cache"]
 
 
@@ -315,7 +315,7 @@ def test_in_several_contexts(n_prefill: int) -> None:
         talks = [
             t + list(a.encode()) + talk(30, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
         ]
-    assert server.cache.n_hits > 0
+    assert server.cache._restorer.n_hits > 0
     assert server.plugins.enabled() == ["async-cache"]
     server.stop()
 

@@ -149,7 +149,7 @@ def test_a_restore_waits_for_no_batch_when_nobody_decodes(serve: Callable[..., S
     monkeypatch.setattr(Hit, "go_on_beside", lambda *_: pytest.fail("nothing is submitted"))
     server.engine.submit(ask([*first, 60], n_predict=4, id_slot=1))
     server.engine.step()
-    assert server.cache._hits[0].transfer._sealed  # type: ignore[union-attr]
+    assert server.cache._restorer.under_way[0].transfer._sealed  # type: ignore[union-attr]
     monkeypatch.undo()
     server.settle()
 
@@ -190,8 +190,8 @@ def test_a_request_that_goes_before_its_slot_is_emptied_leaves_it_empty(serve: C
     server.engine.submit(request)
     server.engine._drain()
     server.engine._pending.extend(server.engine.scheduler.plan().batches)
-    assert server.cache._hits
+    assert server.cache._restorer.under_way
     server.engine.scheduler.cancel(request.id)
-    assert not server.cache._hits
+    assert not server.cache._restorer.under_way
     assert not server.runner.kv.held[1]
     server.settle()

@@ -192,7 +192,7 @@ def test_a_damaged_file_costs_a_prompt_and_goes(start: Make, tmp_path: Path, whe
     request = ask(t, n_predict=6)
     assert server.run(request) == [alone(t, 6)]
     assert server.n_cached(request) == 0
-    assert server.cache.n_failed == 1
+    assert server.cache._restorer.n_failed == 1
     assert server.cache._disk is not None
     assert server.cache._disk.n_bad == 1
     request = ask(t, n_predict=6)

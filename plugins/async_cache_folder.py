@@ -1,0 +1,61 @@
+"""The folder of the disk tier: one server has it, and what its files are."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamamg import PluginError
+from llamamg.statefile import FolderInUse, FolderLock, StateFile
+from llamamg_plugins.async_cache_tree import Node, State
+
+SUFFIX = ".llmg"
+# What is called otherwise, e.g. a saved slot, is somebody's own.
+NAME = re.compile(rf"[0-9a-f]{{32}}{re.escape(SUFFIX)}")
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Make a folder, if it is not there, and take it. Raises PluginError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        return FolderLock(folder)
+    except OSError as error:
+        raise PluginError(f"--cache-disk {folder} cannot be used: {error.strerror or error}") from error
+    except FolderInUse as error:
+        raise PluginError(
+            f"--cache-disk {error}: give each server a folder of its own, or end that process first"
+        ) from error
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One file."""
+
+    path: Path
+    n_bytes: int
+    t_used: float
+    nodes: list[Node] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    file: StateFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record of a file."""
+
+    entry: Entry
+    index: int
+    n_bytes: int
+    is_state: bool = False
+
+
+class BadFile(Exception):
+    """A file cannot be read; `entry` says which one."""
+
+    def __init__(self, entry: Entry, why: object) -> None:
+        super().__init__(f"{entry.path.name}: {why}")
+        self.entry = entry
