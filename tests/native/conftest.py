@@ -23,7 +23,25 @@ from llamamg.library import Library
 # The modules beside the tests are imported by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from qsa_context import Model
+
 TEXT = b"The quick brown fox jumps over the lazy dog, and then"
+
+
+@pytest.fixture(scope="module")
+def smol(library: Library, smol_model: Path) -> Iterator[Model]:
+    """A plain transformer."""
+    model = Model(library, smol_model)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def micro(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
+    """The synthetic hybrid, its weights exact."""
+    model = Model(library, synth_model(weights="f32"))
+    yield model
+    model.close()
 
 
 @dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,20 +18,6 @@ from llamamg.library import Library
 N = 300  # more than a block
 PARTIAL_ONLY = 1
 Bytes = NDArray[np.uint8]
-
-
-@pytest.fixture(scope="module")
-def smol(library: Library, smol_model: Path) -> Iterator[Model]:
-    model = Model(library, smol_model)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def micro(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
-    model = Model(library, synth_model(weights="f32"))
-    yield model
-    model.close()
 
 
 @pytest.fixture(params=["smol", "micro", "micro-qsa"])

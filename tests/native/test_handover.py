@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,6 @@ Carry = Callable[[Context, int, Context, int], None]
 PARTIAL_ONLY = 1
 N_PROMPT = 150
 FOLLOW = tokens(6, seed=9)
-
-
-@pytest.fixture(scope="module")
-def smol(library: Library, smol_model: Path) -> Iterator[Model]:
-    model = Model(library, smol_model)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def micro(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
-    model = Model(library, synth_model(weights="f32"))
-    yield model
-    model.close()
 
 
 @pytest.fixture(params=["smol", "micro", "micro-qsa"])

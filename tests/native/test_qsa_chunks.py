@@ -6,9 +6,6 @@ choice between two that are nearly equal; where it does not, or is not let to, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -24,12 +21,10 @@ CHUNKS = (7, 256, 512, 2048)
 
 
 @pytest.fixture(scope="module")
-def model(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
+def model(library: Library, micro: Model) -> Model:
     if not library.patched:
         pytest.skip("the unpatched build has no native QSA")
-    model = Model(library, synth_model(weights="f32"))
-    yield model
-    model.close()
+    return micro
 
 
 def run(model: Model, chunk: int, watch: Watch) -> tuple[Logits, dict[int, NDArray[np.float32]]]:

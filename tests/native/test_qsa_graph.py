@@ -6,7 +6,6 @@ in one mode. Its flash attention rounds queries and sums to F16 on the CPU: 3e-4
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,11 @@ BUDGET = 64  # cells in 16 blocks
 F16_ROUNDING = 1e-3
 
 
-@pytest.fixture(scope="session")
-def model(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
+@pytest.fixture(scope="module")
+def model(library: Library, micro: Model) -> Model:
     if not library.patched:
         pytest.skip("the unpatched build has no native QSA")
-    model = Model(library, synth_model(weights="f32"))
-    yield model
-    model.close()
+    return micro
 
 
 @pytest.fixture

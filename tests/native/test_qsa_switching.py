@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,10 @@ PLENTY = 2**40
 
 
 @pytest.fixture(scope="module")
-def model(library: Library, synth_model: Callable[..., Path]) -> Iterator[Model]:
+def model(library: Library, micro: Model) -> Model:
     if not library.patched:
         pytest.skip("the unpatched build has no native QSA")
-    model = Model(library, synth_model(weights="f32"))
-    yield model
-    model.close()
+    return micro
 
 
 def test_switching_on_pools_the_keys_of_living_sequences(library: Library, model: Model) -> None:
