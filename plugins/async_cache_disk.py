@@ -248,47 +248,64 @@ class Disk:
 
     def forget(self, entry: Entry) -> None:
         """Delete a file and what is built on it."""
-        if entry not in self.entries:
-            return
-        self.entries.remove(entry)
-        self.n_bytes -= entry.n_bytes
-        self._close(entry)
-        self._unlink(entry.path)
-        for state in entry.states:
-            state.stored = None
-        for node in entry.nodes:
-            if node.stored is not None and node.stored.entry is entry:
-                node.stored = None
-                self._orphan(node)
-        for node in entry.nodes:
+        going, lost = [entry], []
+        while going:
+            entry = going.pop()
+            if entry not in self.entries:
+                continue
+            self.entries.remove(entry)
+            self.n_bytes -= entry.n_bytes
+            self._close(entry)
+            self._unlink(entry.path)
+            for state in entry.states:
+                state.stored = None
+            for node in entry.nodes:
+                if node.stored is not None and node.stored.entry is entry:
+                    node.stored = None
+                    lost.append(node)
+                    going += [child.stored.entry for child in _children(node) if child.stored is not None]
+        for node in lost:
             for at, state in list(node.states.items()):
                 if state.data is None and state.stored is None:
                     del node.states[at]
-
-    def _orphan(self, node: Node) -> None:
-        """A block that is no longer on disk: files built on it go; without memory it goes itself, with all behind it."""
-        for child in (*node.full.values(), *node.partial):
-            if child.stored is not None:
-                self.forget(child.stored.entry)
-        if node.block is None and node.parent is not None:
-            for child in (*node.full.values(), *node.partial):
-                self._drop(child)
-            self._tree.remove(node)
+        for node in lost:
+            if node.block is None and node.parent is not None:
+                self._drop(node)
 
     def _drop(self, node: Node) -> None:
-        for child in (*node.full.values(), *node.partial):
-            self._drop(child)
-        if node.n_pins == 0 and not node.is_growing:
-            self._tree.remove(node)
+        """Remove what is nowhere any more, with all behind it; what somebody still reads stays, and is found no more."""
+        below = [node]
+        for each in below:  # grows meanwhile
+            below += _children(each)
+        for each in reversed(below):
+            if each.is_leaf and each.n_pins == 0 and not each.is_growing:
+                self._tree.remove(each)
 
     def _shrink(self) -> None:
         """The files unused for longest go until the rest fits."""
-        while self.n_bytes > self._n_bytes_max:
-            idle = [entry for entry in self.entries if not any(_is_used(node) for node in entry.nodes)]
-            if not idle:
+        if self.n_bytes <= self._n_bytes_max:
+            return
+        used = self._used()
+        for entry in sorted(self.entries, key=lambda entry: entry.t_used):
+            if self.n_bytes <= self._n_bytes_max:
                 return
-            self.n_evicted += 1
-            self.forget(min(idle, key=lambda entry: entry.t_used))
+            if id(entry) not in used and entry in self.entries:
+                self.n_evicted += 1
+                self.forget(entry)
+
+    def _used(self) -> set[int]:
+        """Files with a block that somebody reads or writes, or that such a block is built on."""
+        used, seen = set(), set()
+        for node in self._tree.nodes():
+            if not (node.n_pins or node.is_growing):
+                continue
+            each: Node | None = node
+            while each is not None and id(each) not in seen:
+                seen.add(id(each))
+                if each.stored is not None:
+                    used.add(id(each.stored.entry))
+                each = each.parent
+        return used
 
     def _close(self, entry: Entry) -> None:
         with self._lock:
@@ -301,8 +318,5 @@ class Disk:
             path.unlink()
 
 
-def _is_used(node: Node) -> bool:
-    """Whether anybody reads or writes it or what is built on it."""
-    if node.n_pins or node.is_growing:
-        return True
-    return any(_is_used(child) for child in (*node.full.values(), *node.partial))
+def _children(node: Node) -> list[Node]:
+    return [*node.full.values(), *node.partial]

@@ -59,6 +59,8 @@ class Restorer:
 
     def _load(self, stored: Any, memory: NDArray[Any]) -> None:
         assert self._disk is not None
+        if stored is None:
+            raise RuntimeError("its file went meanwhile")
         self._disk.load(stored, memory)
 
     def _ended(self, hit: Hit) -> None:

@@ -63,6 +63,11 @@ class Node:
         return self.start + len(self.tokens)
 
     @property
+    def is_somewhere(self) -> bool:
+        """Whether its rows are in memory or on disk; its file may have gone while somebody read what is built on it."""
+        return self.block is not None or self.stored is not None
+
+    @property
     def is_leaf(self) -> bool:
         """Whether nothing is built on it."""
         return not self.full and not self.partial
@@ -87,7 +92,7 @@ class Tree:
         node = self.root
         tokens = np.ascontiguousarray(tokens, np.int32)
         data, at = tokens.tobytes(), 0  # once: hundreds of blocks are looked up between two steps of others
-        while (child := node.full.get(data[at : at + BLOCK_BYTES])) is not None:
+        while (child := node.full.get(data[at : at + BLOCK_BYTES])) is not None and child.is_somewhere:
             path.append(child)
             node, at = child, at + BLOCK_BYTES
         n = at // tokens.itemsize
@@ -95,7 +100,7 @@ class Tree:
         best, shared = None, 0
         for child in (*node.full.values(), *node.partial):
             same = common(child.tokens, rest)
-            if same > shared:
+            if same > shared and child.is_somewhere:
                 best, shared = child, same
         if best is not None:
             path.append(best)

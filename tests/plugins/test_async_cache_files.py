@@ -153,3 +153,58 @@ def test_a_file_that_is_being_read_stays_open(folder: Folder, monkeypatch: pytes
     opened = [node.stored.entry.file is not None for node in nodes]
     assert opened == [True, False, False, True], "only what nobody reads is closed to make room"
     nodes[0].n_pins = 0
+
+
+def chain(folder: Folder, n: int, seed: int = 7) -> list[Node]:
+    """A conversation of `n` full blocks."""
+    nodes: list[Node] = []
+    for tokens in np.random.default_rng(seed).integers(0, 1000, (n, N_ROWS), np.int32):
+        nodes.append(folder.node(nodes[-1] if nodes else folder.tree.root, tokens))
+    return nodes
+
+
+def test_a_long_conversation_in_a_full_folder(tmp_path: Path) -> None:
+    """A quarter of a million tokens are a thousand blocks, one on the other."""
+    folder = Folder(tmp_path / "disk", n_bytes_max=5 << 20)
+    for seed in range(6):
+        folder.disk.write(chain(folder, 1000, seed))
+        folder.settle()
+    assert folder.disk.n_evicted >= 2
+    assert len(folder.disk.entries) >= 2
+    assert folder.disk.n_bytes <= 5 << 20
+    folder.disk.stop()
+
+
+def test_a_conversation_of_many_turns_goes_at_once(folder: Folder, tmp_path: Path) -> None:
+    nodes = chain(folder, 1000)
+    for i in range(0, len(nodes), 2):
+        folder.disk.write(nodes[: i + 2])
+        folder.settle()
+    assert len(folder.disk.entries) == 500
+    for node in nodes:
+        folder.tree._free_block(node)
+    folder.disk.forget(nodes[0].stored.entry)
+    assert (folder.disk.entries, folder.disk.n_bytes) == ([], 0)
+    assert list(folder.tree.nodes()) == []
+    assert list((tmp_path / "disk").glob("*.llmg")) == []
+
+
+def test_a_damaged_file_goes_while_somebody_reads_what_is_built_on_it(folder: Folder) -> None:
+    nodes = chain(folder, 4)
+    tokens = np.concatenate([node.tokens for node in nodes])
+    folder.disk.write(nodes[:2])
+    folder.settle()
+    folder.disk.write(nodes)
+    folder.settle()
+    for node in nodes:
+        folder.tree._free_block(node)
+    nodes[2].n_pins = 1
+    folder.disk.forget(nodes[0].stored.entry)
+    assert folder.disk.entries == []
+    assert folder.tree.find(tokens) == ([], 0), "nobody else is offered what is nowhere any more"
+    nodes[2].n_pins = 0
+    again = chain(folder, 4)
+    path, n = folder.tree.find(tokens)
+    assert n == len(tokens)
+    assert path == again
+    assert all(node.block is not None for node in path)
