@@ -189,7 +189,29 @@ def test_a_conversation_of_many_turns_goes_at_once(folder: Folder, tmp_path: Pat
     assert list((tmp_path / "disk").glob("*.llmg")) == []
 
 
-def test_a_damaged_file_goes_while_somebody_reads_what_is_built_on_it(folder: Folder) -> None:
+def test_a_file_that_is_read_stays_though_it_is_the_oldest(folder: Folder) -> None:
+    """So does what it is built on."""
+    first, other = chain(folder, 3, 1), chain(folder, 3, 2)
+    for path in (first[:2], first, other):
+        folder.disk.write(path)
+        folder.settle()
+    files = [nodes.stored.entry for nodes in (first[0], first[2], other[0])]
+    for t, entry in enumerate(files):
+        entry.t_used = float(t)
+    first[2].n_pins = 1
+    folder.disk._n_bytes_max = folder.disk.n_bytes - 1
+    folder.disk._shrink()
+    assert folder.disk.entries == files[:2]
+    folder.disk._n_bytes_max = 0
+    folder.disk._shrink()
+    assert folder.disk.entries == files[:2]
+    first[2].n_pins = 0
+    folder.disk._shrink()
+    assert folder.disk.entries == []
+
+
+@pytest.mark.parametrize("read", [2, 3])
+def test_a_damaged_file_goes_while_somebody_reads_what_is_built_on_it(folder: Folder, read: int) -> None:
     nodes = chain(folder, 4)
     tokens = np.concatenate([node.tokens for node in nodes])
     folder.disk.write(nodes[:2])
@@ -198,11 +220,12 @@ def test_a_damaged_file_goes_while_somebody_reads_what_is_built_on_it(folder: Fo
     folder.settle()
     for node in nodes:
         folder.tree._free_block(node)
-    nodes[2].n_pins = 1
+    nodes[read].n_pins = 1
     folder.disk.forget(nodes[0].stored.entry)
     assert folder.disk.entries == []
     assert folder.tree.find(tokens) == ([], 0), "nobody else is offered what is nowhere any more"
-    nodes[2].n_pins = 0
+    assert nodes[read].parent is not None
+    nodes[read].n_pins = 0
     again = chain(folder, 4)
     path, n = folder.tree.find(tokens)
     assert n == len(tokens)
