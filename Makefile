@@ -29,6 +29,7 @@ test: $(VENV)/.install-test build upstream kernels
 
 check: $(VENV)/.install-check
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror native/src/*.h native/src/*.cpp
 	$(PY) -m llamamg.native.patches check --fast
