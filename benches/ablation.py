@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=5.0,
-        help="measure fewer pairs where those would take longer in all; starts and rows without an effect come on top (default 5)",
+        default=7.0,
+        help="measure fewer pairs where those would take longer in all; starts and rows without an effect come on top (default 7)",
     )
     add_sizes(parser, DEFAULT_SIZES)
     add_results(parser)
