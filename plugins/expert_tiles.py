@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, n_experts, native_count, plugin
+from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, n_experts, plugin
+from llamamg_plugins.native_effect import NativeEffect
 
 SWITCH = "expert-tiles"
 
@@ -22,21 +23,17 @@ SWITCH = "expert-tiles"
     toggle="step",
     effect="narrower tiles",
 )
-class ExpertTiles:
-    """`effect` counts products whose tile was chosen narrower than the ubatch, once per CUDA graph that is captured."""
+class ExpertTiles(NativeEffect):
+    """`effect` counts products whose tile was chosen narrower than the ubatch, once per CUDA graph that is captured.
+
+    Zero means that no ubatch had more rows than its experts get.
+    """
+
+    counted, switch = ("tiled",), SWITCH
 
     def __init__(self, percent: int = 150) -> None:
+        super().__init__()
         self.percent = percent
-        self._n_before = self._count()
-
-    @staticmethod
-    def _count() -> int:
-        return native_count("tiled") if has_switch(SWITCH) else 0
-
-    @property
-    def effect(self) -> int:
-        """Zero means that no ubatch had more rows than its experts get."""
-        return self._count() - self._n_before
 
     @hookimpl
     def register_options(self, options: Options) -> None:

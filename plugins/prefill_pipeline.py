@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llamamg import Config, Guard, Unavailable, has_switch, hookimpl, native_count, plugin
+from llamamg import Config, Guard, Unavailable, has_switch, hookimpl, plugin
+from llamamg_plugins.native_effect import NativeEffect
 
 SWITCHES = ("stable-graph", "prefill-rebuild", "hop-once")
-# What the library counts when a switch acts: a graph laid out as reserved, a graph built anew. Each is a wait less.
-COUNTED = ("kept", "rebuilt")
 
 
 @plugin(
@@ -24,20 +23,14 @@ COUNTED = ("kept", "rebuilt")
     toggle="idle",
     effect="waits avoided",
 )
-class PrefillPipeline:
-    """`effect` counts ubatches before which the library did not wait for all devices though upstream does."""
+class PrefillPipeline(NativeEffect):
+    """`effect` counts ubatches before which the library did not wait for all devices though upstream does.
 
-    def __init__(self) -> None:
-        self._n_before = self._count()
+    Zero while prompts are computed means that upstream would not have waited either.
+    """
 
-    @staticmethod
-    def _count() -> int:
-        return sum(native_count(name) for name in COUNTED)
-
-    @property
-    def effect(self) -> int:
-        """Zero while prompts are computed means that upstream would not have waited either."""
-        return self._count() - self._n_before
+    # A graph laid out as reserved, a graph built anew: each is a wait less.
+    counted, switch = ("kept", "rebuilt"), "prefill-rebuild"
 
     @hookimpl
     def configure(self, config: Config, devices: Sequence[Any]) -> None:
@@ -46,7 +39,7 @@ class PrefillPipeline:
             raise Unavailable(f"-sm {config.model.split_mode} is no pipeline: only layers follow each other")
         if (n := n_stages(config, devices)) < 2:
             raise Unavailable(f"a pipeline needs two devices that compute asynchronously, and here are {n}")
-        if not has_switch("prefill-rebuild"):
+        if not has_switch(self.switch):
             raise Unavailable("this native build cannot do it: run `llamamg build`")
 
     @hookimpl

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, native_count, plugin
+from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, plugin
+from llamamg_plugins.native_effect import NativeEffect
 
 SWITCH = "small-graphs"
 RECORD = "record-rows"
@@ -24,22 +25,18 @@ RECORD = "record-rows"
     toggle="step",
     effect="graphs kept",
 )
-class SmallGraphs:
-    """`effect` counts ubatches whose graph was still there though another one had been computed since."""
+class SmallGraphs(NativeEffect):
+    """`effect` counts ubatches whose graph was still there though another one had been computed since.
+
+    Zero means that no two kinds of ubatches took turns.
+    """
+
+    counted, switch = ("spared",), SWITCH
 
     def __init__(self, count: int = 1, record_below: int = 32) -> None:
+        super().__init__()
         self.n_graph = count
         self.record_below = record_below
-        self._n_before = self._count()
-
-    @staticmethod
-    def _count() -> int:
-        return native_count("spared") if has_switch(SWITCH) else 0
-
-    @property
-    def effect(self) -> int:
-        """Zero means that no two kinds of ubatches took turns."""
-        return self._count() - self._n_before
 
     @hookimpl
     def register_options(self, options: Options) -> None:

@@ -71,8 +71,6 @@ class Driver:
 
 @pytest.fixture
 def mg(library: Library) -> Any:
-    if not hasattr(library.mg.lib, "mg_copies"):
-        pytest.skip("the native build is older")
     return library.mg
 
 

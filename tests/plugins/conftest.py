@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from llamamg.plugins import testing
+
+if TYPE_CHECKING:
+    from cache_server import Server
 
 sys.path.insert(0, str(Path(__file__).parent))  # modules beside the tests
 
@@ -17,3 +22,19 @@ sys.path.insert(0, str(Path(__file__).parent))  # modules beside the tests
 def make() -> ModuleType:
     """Short ways to make plugin classes and sets of them: `make.on(make.plugin("a", {"idle": function}))`."""
     return testing
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Servers with async-cache over a stand-in model, stopped at the end."""
+    from cache_server import Server
+
+    made: list[Server] = []
+
+    def make(*args: Any, **options: Any) -> Server:
+        made.append(Server(*args, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from cache_server import Server, alone, talk
@@ -13,19 +12,6 @@ from prometheus_client import generate_latest
 
 from llamamg import N_ROWS
 from llamamg.testing import ask
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    made: list[Server] = []
-
-    def make(*args: Any, **options: Any) -> Server:
-        made.append(Server(*args, **options))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.stop()
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

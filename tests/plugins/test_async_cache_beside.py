@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,6 @@ from llamamg.request import Request
 from llamamg.testing import ask
 from llamamg_plugins import async_cache_save
 from llamamg_plugins.async_cache_hit import Hit
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    made: list[Server] = []
-
-    def make(*args: Any, **options: Any) -> Server:
-        made.append(Server(*args, **options))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.stop()
 
 
 def decoding(server: Server, n_predict: int = 600) -> Request:

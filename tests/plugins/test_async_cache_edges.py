@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 from cache_server import Server, alone, talk
 
 from llamamg import FinishReason, Sequence, Transfer
 from llamamg.testing import ask
 from llamamg_plugins.async_cache_save import Save, _Part
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    made: list[Server] = []
-
-    def make(*args: Any, **options: Any) -> Server:
-        made.append(Server(*args, **options))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.stop()
 
 
 def test_a_slot_that_is_not_what_its_tokens_say_is_not_saved(serve: Callable[..., Server]) -> None:

@@ -14,7 +14,7 @@ from llamamg import Unavailable, facts
 from llamamg.abi import Device
 from llamamg.config import Config, ModelConfig
 from llamamg.library import Library
-from llamamg_plugins.prefill_pipeline import COUNTED, SWITCHES, PrefillPipeline, n_stages
+from llamamg_plugins.prefill_pipeline import SWITCHES, PrefillPipeline, n_stages
 
 
 def device(name: str, kind: str = "gpu", able: bool = True) -> Device:
@@ -60,7 +60,7 @@ def test_it_asks_for_switches_that_the_library_has(library: Library) -> None:
     assert PrefillPipeline().native_switches() == dict.fromkeys(SWITCHES, 1)
     assert set(SWITCHES) <= {switch.name for switch in library.mg.switches()}
     assert PrefillPipeline().effect == 0
-    for name in COUNTED:
+    for name in PrefillPipeline.counted:
         assert facts.native_count(name) >= 0
     with pytest.raises(KeyError, match="does not count 'sheep'"):
         facts.native_count("sheep")

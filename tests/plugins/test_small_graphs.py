@@ -27,7 +27,7 @@ def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_build_from_before_record_rows_keeps_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamamg_plugins.small_graphs.has_switch", lambda name: name == SWITCH)
-    monkeypatch.setattr("llamamg_plugins.small_graphs.native_count", lambda name: 0)
+    monkeypatch.setattr("llamamg_plugins.native_effect.native_count", lambda name: 0)
     plugin = SmallGraphs(count=2)
     plugin.configure(Config(ModelConfig(Path("model.gguf"))))
     assert plugin.native_switches() == {SWITCH: 2}
