@@ -86,6 +86,7 @@ class AsyncCache:
     @hookimpl
     def configure(self, config: Config) -> None:
         """Nothing to do without memory to keep things in, or without prompts to reuse."""
+        self._unlock_folder()
         if self.ram == 0 and self.disk:
             raise PluginError("--cache-disk needs main memory too, through which all passes: --cache-ram is 0")
         if self.ram == 0:
@@ -93,7 +94,6 @@ class AsyncCache:
         if not config.generation.cache_prompt:
             raise Unavailable("prompts are not reused (--no-cache-prompt)")
         if self.disk:
-            self._unlock_folder()
             self._lock = lock_folder(Path(self.disk))
         # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
         self._waits = config.generation.context_shift

@@ -153,6 +153,7 @@ class Disk:
         data = [state.data for state in states]
         for node in fresh:
             node.n_pins += 1
+            node.is_written = True
         # Never a name that was there: blocks know where in which file they lie.
         entry = Entry(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", header.n_file_bytes(), 0.0)
         self._n_jobs += 1
@@ -174,6 +175,7 @@ class Disk:
         self._n_jobs -= 1
         for node in nodes:
             node.n_pins -= 1
+            node.is_written = False
         if error is not None:
             if not self._stopping:
                 log.warning("a prompt could not be kept in %s: %s", self._folder, error)
@@ -248,7 +250,7 @@ class Disk:
 
     def forget(self, entry: Entry) -> None:
         """Delete a file and what is built on it."""
-        going, lost = [entry], []
+        going, lost, has_lost_states = [entry], [], False
         while going:
             entry = going.pop()
             if entry not in self.entries:
@@ -258,13 +260,15 @@ class Disk:
             self._close(entry)
             self._unlink(entry.path)
             for state in entry.states:
-                state.stored = None
+                if state.stored is not None and state.stored.entry is entry:  # another file may have it too
+                    state.stored = None
+                    has_lost_states = True
             for node in entry.nodes:
                 if node.stored is not None and node.stored.entry is entry:
                     node.stored = None
                     lost.append(node)
                     going += [child.stored.entry for child in _children(node) if child.stored is not None]
-        for node in lost:
+        for node in self._tree.nodes() if has_lost_states else ():  # a state may lie in another file than its block
             for at, state in list(node.states.items()):
                 if state.data is None and state.stored is None:
                     del node.states[at]

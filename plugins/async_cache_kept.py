@@ -87,7 +87,7 @@ class KeptStates:
     def used(self, kept: KeptState) -> None:
         """It was put into a sequence from its device."""
         self.n_put += 1
-        self._order = [ref for ref in self._order if ref() is not kept]
+        self._order = [ref for ref in self._order if (one := ref()) is not None and one is not kept]
         self._order.append(weakref.ref(kept))
 
     def _give_up_one(self) -> bool:

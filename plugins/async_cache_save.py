@@ -147,7 +147,9 @@ class Saver:
             last = path[-1]
             if first == len(tokens):
                 save.parent = last
-            elif first < last.end or (len(last.tokens) < N_ROWS and (last.is_growing or last.block is None)):
+            elif first < last.end or (
+                len(last.tokens) < N_ROWS and (last.is_growing or last.is_written or last.block is None)
+            ):
                 path.pop()  # it goes on differently: a block of its own
                 first, save.parent = last.start, last.parent or self._tree.root
             elif len(last.tokens) < N_ROWS:
@@ -165,6 +167,8 @@ class Saver:
         n_blocks = -(-(first + n - save.at) // N_ROWS) - (grows is not None)
         self._tree.make_room(n_blocks * self._cells.layout.n_block_bytes)
         save.cells = self._cells.find(save.transfer.seq_id, first, n) if n else np.empty(0, np.int32)
+        if grows is not None:
+            grows.is_growing = True  # from here on: another save may be looked at before its part is made
 
     def _pieces(self, save: Save, end: int) -> list[Piece]:
         """The next parts, up to token `end` or to where there is no memory."""
@@ -178,7 +182,6 @@ class Saver:
             if save.grows is not None and at == save.grows.start:
                 assert save.grows.block is not None
                 part = _Part(part_tokens, row, save.grows.block, save.grows)
-                save.grows.is_growing = True
             else:
                 block = self._tree.take_block()
                 if block is None:
@@ -246,10 +249,10 @@ class Saver:
         if save.transfer.error is not None:
             self.n_failed += 1
         self.n_bytes += save.transfer.n_bytes
+        if save.grows is not None and not save.n_published:
+            save.grows.is_growing = False
         for part in save.parts[save.n_published :]:
-            if part.grows is not None:
-                part.grows.is_growing = False
-            else:
+            if part.grows is None:
                 self._tree.give_block(part.block)
         self._attach(save)
         self._unpin(save)

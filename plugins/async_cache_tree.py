@@ -55,6 +55,7 @@ class Node:
     t_used: int = 0
     n_pins: int = 0  # transfers that read or write its block
     is_growing: bool = False  # rows behind its tokens are being written
+    is_written: bool = False  # to disk, right now: its memory must not change
     stored: Any = None  # where its rows lie on disk
 
     @property

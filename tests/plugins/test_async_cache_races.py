@@ -1,0 +1,96 @@
+"""async-cache where two saves, or a save and a write to disk, want the same block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cache_server import Server, alone, talk
+
+from llamamg.testing import ask
+from llamamg_plugins.async_cache_disk import Disk
+from llamamg_plugins.async_cache_folder import Entry, Stored
+from llamamg_plugins.async_cache_tree import State
+
+
+def hold(server: Server, slot: Any, more: list[int], n_kept: int) -> None:
+    """The slot as if it had gone on after `n_kept` tokens, rows included."""
+    slot.tokens.keep(n_kept)
+    slot.tokens.extend(more)
+    held: Any = server.engine.kv
+    held.held[slot.seq_id][:] = slot.tokens.view().tolist()
+
+
+def test_two_saves_do_not_grow_the_same_block(serve: Callable[..., Server]) -> None:
+    """The first one was only looked at when its time was over: the second one must not choose that block too."""
+    server = serve(2)
+    saver, begin = server.cache._saver, talk(300, 1)
+    server.run(ask(begin, n_predict=4, id_slot=0))
+    server.run(ask(begin, n_predict=4, id_slot=1))
+    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    for slot, seed in zip(server.engine.slots, (2, 3), strict=True):
+        hold(server, slot, talk(20, seed), leaf.end)
+    first, second = (saver.save(slot, slot.tokens.view().copy()) for slot in server.engine.slots)
+    saver.prepare(within_s=0.0)
+    saver.prepare(server.engine.slots[1])
+    assert (first.grows, second.grows) == (leaf, None)
+    saver.prepare()
+    assert first.parts[0].block is leaf.block
+    assert all(part.block is not leaf.block for part in second.parts)
+    first.transfer.wait()
+    second.transfer.wait()
+    saver.drain()
+    assert not leaf.is_growing
+
+
+def test_a_save_that_never_made_a_copy_leaves_its_block_free(serve: Callable[..., Server]) -> None:
+    server = serve(1)
+    saver = server.cache._saver
+    server.run(ask(talk(300, 1), n_predict=4))
+    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    slot = server.engine.slots[0]
+    hold(server, slot, talk(20, 2), leaf.end)
+    saver.save(slot, slot.tokens.view().copy())
+    saver.prepare(within_s=0.0)
+    assert leaf.is_growing
+    saver.stop()
+    assert not leaf.is_growing
+
+
+def test_a_block_that_is_being_written_to_disk_is_left_as_it_is(serve: Callable[..., Server]) -> None:
+    server = serve(1)
+    begin = talk(300, 1)
+    server.run(ask(begin, n_predict=4))
+    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    leaf.is_written = True
+    again = server.engine.slots[0].tokens.view().tolist() + talk(30, 3)
+    assert leaf.end < len(again)
+    assert server.run(ask(again, n_predict=4)) == [alone(again, n_predict=4)]
+    assert leaf.end < len(again) - 30 + 1, "what follows has a block of its own"
+
+
+def test_a_state_in_another_file_outlives_this_one() -> None:
+    """Two files had it, and the later one counts."""
+    disk: Any = Disk.__new__(Disk)
+    old, new = (Entry(_Path(), 10, 0.0) for _ in range(2))
+    state = State(4, 0, 3, None)
+    state.stored = Stored(new, 0, 5, is_state=True)
+    old.states.append(state)
+    new.states.append(state)
+    disk.entries, disk.n_bytes = [old, new], 20
+    disk._close = lambda entry: None
+    disk._unlink = lambda path: None
+    disk._tree = _Tree()
+    disk.forget(old)
+    assert state.stored is not None
+    disk.forget(new)
+    assert state.stored is None
+
+
+class _Path:
+    pass
+
+
+class _Tree:
+    def nodes(self) -> list[Any]:
+        return []
