@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from llamamg.statefile import FolderInUse, FolderLock, NoStateFile, StateFile, StateFileError
+from llamamg.statefile import FolderInUse, FolderLock, NoStateFile, OtherVersion, StateFile, StateFileError
 from llamamg.statefile.lock import NAME
 from llamamg.statefile.write import confined
 
@@ -133,6 +133,8 @@ def _is_state_file(path: Path, *, damaged_only: bool) -> bool:
                 pass
     except NoStateFile:
         return False
+    except OtherVersion:
+        return not damaged_only  # nothing says that it is damaged: the disk tier leaves it alone too
     except StateFileError:
         return True
     except OSError as error:

@@ -15,7 +15,7 @@ from llamamg.admission import Waiting
 from llamamg.batch import Batch
 from llamamg.blocks import Cells
 from llamamg.config import Config
-from llamamg.errors import BatchError
+from llamamg.errors import BatchError, KVFull
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.model import ModelInfo
@@ -236,7 +236,10 @@ class Engine:
         try:
             self.runner.submit(batch)
         except BatchError as error:
-            self._recovery.recover(batch, error)
+            if self.scheduler.make_room() and isinstance(error, KVFull):
+                self._pending.appendleft(batch)  # in a unified cache that was the room it lacked
+            else:
+                self._recovery.recover(batch, error)
             return
         self.scheduler.make_room()
         if self.calls.hooks.batch_submitted:

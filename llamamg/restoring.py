@@ -72,12 +72,13 @@ class Restorer:
         self.under_way.append(restoring)
         return True
 
-    def make_room(self) -> None:
-        """Empty the slots that were not emptied yet. A batch of other sequences may be on its way."""
-        for restoring in self.under_way:
-            if not restoring.has_room:
-                restoring.has_room = True
-                self._kv.remove(restoring.slot.seq_id, -1, -1)
+    def make_room(self) -> bool:
+        """Empty the slots that were not emptied yet; whether there were any. A batch of other sequences may be on its way."""
+        late = [restoring for restoring in self.under_way if not restoring.has_room]
+        for restoring in late:
+            restoring.has_room = True
+            self._kv.remove(restoring.slot.seq_id, -1, -1)
+        return bool(late)
 
     def finished(self, free: Any) -> list[Restoring]:
         """Those that need not wait any longer, whatever came of it; only slots of the `free` contexts are looked at."""

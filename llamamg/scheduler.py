@@ -200,10 +200,10 @@ class Scheduler:
             self._let_plugins_rearrange(state, plan)
         return plan
 
-    def make_room(self) -> None:
-        """A step's batches are submitted: do what was put off until then."""
-        if self._admission.restorer.under_way:
-            self._admission.restorer.make_room()
+    def make_room(self) -> bool:
+        """A step's batches are submitted: do what was put off until then. Whether cells became free."""
+        restorer = self._admission.restorer
+        return bool(restorer.under_way) and restorer.make_room()
 
     def commit(self, done: Done) -> None:
         """Book a computed batch: the sequences advance, their events go to the outbox."""

@@ -17,7 +17,8 @@ SWITCH = "expert-tiles"
 @plugin(
     name=SWITCH,
     summary="fits the tiles of products with experts to the rows an expert gets, instead of to the whole ubatch",
-    helps="mixtures of experts on NVIDIA GPUs: prompts in chunks, verified drafts, and large ubatches where experts are many",
+    helps="mixtures of experts on NVIDIA GPUs: prompts in chunks, verified drafts; "
+    "larger ubatches where experts are many (expected, not measured)",
     hurts="a router that sends most tokens to few experts: their weights are read once per tile",
     guard=Guard.same_tokens(),
     toggle="step",

@@ -157,6 +157,8 @@ class CudaCopier:
     def copy_bounced(self, seq_id: int, to_host: bool, pieces: Seq[Piece], limit: int) -> None:
         """Copy what of the pieces lies below `limit`, through page-locked memory."""
         pieces = [piece for piece in pieces if piece.pos < limit]
+        if not pieces:
+            return  # all of it lies behind a cut
         size = self._n_block_bytes
         with self.pinned.bounce() as buffer:
             base = int(buffer.ctypes.data)

@@ -196,3 +196,13 @@ def test_merged_runs() -> None:
     assert merge(uneven, 10**6) == [Run(0, 256, 1000, 0, 2, 10), Run(512, 256, 1090, 0)]
     backwards = [pieces[0], Piece(256, whole + 256, 900, 0)]
     assert len(merge(backwards, 10**6)) == 2
+
+
+def test_a_work_behind_a_cut_copies_nothing(device: Any) -> None:
+    cells, _, copier = device
+    _slab, (block,) = blocks(1, cells.layout)
+    where = np.arange(N_ROWS, 2 * N_ROWS, dtype=np.int32)
+    (work,) = copier.works(0, True, [Piece(N_ROWS, where, int(block.ctypes.data), 0)])
+    before = block.copy()
+    work.copy(0, 100)
+    np.testing.assert_array_equal(block, before)
