@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for one context: options of prefill-gate, e.g. itl-target-ms=60,min-share=0.3, or off; @S behind them "
         f"is a limit of S seconds for this one; repeat it for several (default: {' '.join(POLICIES['one'])})")  # fmt: skip
     add("--separate-policy", action="append", default=[], metavar="OPTIONS",
-        help=f"the same for separate contexts (default: {' '.join(POLICIES['separate'])})")  # fmt: skip
+        help="the same for separate contexts, and there prefill-sms=N too, the SMs that prompts may use: "
+        f"itl-ratio=2,prefill-sms=96 or off,prefill-sms=96 (default: {' '.join(POLICIES['separate'])})")  # fmt: skip
     add("--so-far", type=Path, metavar="FILE", help="keep what is measured so far there, table and JSON")
     add("--synthetic", metavar="TEXT", help="how a generated model was made, for the record")
     add_results(parser)
@@ -99,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         "one": [Policy.parse(text) for text in args.policy or POLICIES["one"]],
         "separate": [Policy.parse(text) for text in args.separate_policy or POLICIES["separate"]],
     }
+    if any(policy.n_sms for policy in policies["one"]):
+        raise BenchError("prefill-sms bounds a context for prompts: give it to --separate-policy")
     models, given = take_models(args.flags)
     model = model_path(models[0] if models else "demo")
     n_prompts = max(args.prompts, then[1] if then else 0) + (args.short > 0)

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from llamamg import native_count
 from llamamg.engine import Engine
 from llamamg.request import Delta, Event, Failed, Finished, Request, SamplingParams
 
 from . import interrupt
 from .errors import BenchError
 from .gate_outliers import Watch, largest, outliers
-from .gate_policy import Policy, Stamp, Switched
+from .gate_policy import Policy, Stamp, Switched, bound_prompts
 
 STUCK_S = 120.0
 N_SETTLE = 24  # steps without a prompt before each policy
@@ -142,6 +143,7 @@ class Stage:
         prompts: list[Request] = []
         short: Request | None = None
         t_short = 0.0
+        n_limited = native_count("limited")
         begin, first, marks = time.perf_counter(), len(Switched.stamps), self._marks()
         n_begun, since = 0, begin
         while True:
@@ -188,6 +190,8 @@ class Stage:
             "prefill_tps": n_tokens / max(end - begin, 1e-9),
             "wall_s": end - begin,
         }
+        if policy.n_sms:
+            row["prefill_sms"], row["n_limited"] = policy.n_sms, native_count("limited") - n_limited
         if short is not None:
             waiting = short
             self._until(lambda: waiting.id in self._finished)
@@ -199,6 +203,7 @@ class Stage:
     def use(self, policy: Policy | None, solo_tps: float = 0.0) -> None:
         """Let a policy decide from now on. A gate in a server has seen prompts before, so it is told their rate."""
         Switched.gate = gate = policy.gate() if policy else None
+        bound_prompts(policy.n_sms if policy else 0)
         if gate:
             gate.learn(self.engine.runner.n_ubatch, solo_tps, self.solo_curve[-1][0] / 2 if self.solo_curve else 0.0)
 

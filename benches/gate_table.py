@@ -78,6 +78,9 @@ def _rows(case: Mapping[str, Any]) -> Iterator[str]:
             sizes = "+".join(map(str, worst["chunks"])) or "none"
             when = f"{worst['ms']:.1f} ms after {worst['at_s']:.1f} s"
             yield f"  largest of {row['policy']}: {when}, prompt tokens meanwhile: {sizes}"
+        if "prefill_sms" in row:
+            n = row["n_limited"]
+            yield f"  ubatches of {row['policy']} on {row['prefill_sms']} SMs at most: {n or 'none, it has no effect here'}"
         if "outliers" in row:
             yield f"  {_outliers(row)}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benches import gate
+from benches import gate, gate_policy, gate_stage
 from benches.errors import BenchError
 from benches.gate_measure import Plan, measure
 from benches.gate_outliers import Seen, Watch, largest, outliers
@@ -45,6 +45,35 @@ def test_a_policy_is_options_of_the_gate() -> None:
     assert (limited.text, limited.seconds, Policy.parse("off@6").seconds) == ("itl-ratio=3", 7.5, 6.0)
     with pytest.raises(BenchError, match="a number of seconds"):
         Policy.parse("off@soon")
+
+
+def test_a_policy_may_bound_the_sms_of_prompts() -> None:
+    bounded = Policy.parse("itl-ratio=2,prefill-sms=96@5")
+    assert (bounded.n_sms, bounded.options, bounded.seconds) == (96, {"itl-ratio": "2"}, 5.0)
+    assert (Policy.parse("off,prefill-sms=64").gate(), Policy.parse("off,prefill-sms=64").n_sms) == (None, 64)
+    with pytest.raises(BenchError, match="a number of SMs"):
+        Policy.parse("prefill-sms=many")
+
+
+def test_sms_are_bounded_for_that_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, turned, n_limited = make(n_prefill_slots=3), [], iter((5, 12, 12, 12))
+    monkeypatch.setattr(gate_policy, "set_switch", lambda name, n: turned.append((name, n)) or True)
+    monkeypatch.setattr(gate_stage, "native_count", lambda name: next(n_limited))
+    stage.n_short = 0
+    stage.solo()
+    stage.decode(2, 20)
+    row = stage.under(Policy.parse("off,prefill-sms=96"), 1)
+    assert (row["prefill_sms"], row["n_limited"]) == (96, 7)
+    assert "prefill_sms" not in stage.under(Policy.parse("off"), 1)
+    assert turned == [("prefill-sms", 0), ("prefill-sms", 0), ("prefill-sms", 96), ("prefill-sms", 0)]
+
+
+def test_a_library_that_cannot_bound_them_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_policy, "set_switch", lambda name, n: False)
+    stage = make()
+    stage.use(Policy.parse("off"))
+    with pytest.raises(BenchError, match="no switch prefill-sms"):
+        stage.use(Policy.parse("off,prefill-sms=96"))
 
 
 @pytest.mark.parametrize("text", ["itl-goal=3", "itl-target-ms", "on"])
@@ -213,6 +242,7 @@ def test_the_table_says_the_bound() -> None:
         ("--then 4", "sessions and prompts, such as 4"),
         ("--then 2+2", "more sessions than --decoders 2"),
         ("--gaps 0 --seconds 5", "give both, or neither"),
+        ("--policy off,prefill-sms=96", "give it to --separate-policy"),
     ],
 )
 def test_sizes_are_checked(line: str, sentence: str) -> None:
