@@ -139,6 +139,7 @@ class AsyncCache:
 
     def _open_disk(self, cells: Cells) -> None:
         assert self._tree is not None
+        assert self._lock is not None
         disk = Disk(
             Path(self.disk),
             int(min(self.disk_gb * 1e9, 1 << 62)),
@@ -146,8 +147,10 @@ class AsyncCache:
             identity=model_identity(self._engine.config),
             planes=cells.layout.planes,
             model=self._engine.model.name,
+            ended=self._lock.release,
         )
         disk.start()
+        self._lock = None  # the disk's thread gives it up: it may write a little longer than the engine runs
         self._disk, self._saver.saved = disk, disk.write
 
     @hookimpl

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
-import threading
+import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,27 +32,27 @@ from llamamg.statefile import (
 )
 from llamamg.statefile.write import remove_leftovers
 from llamamg_plugins.async_cache_folder import NAME, SUFFIX, BadFile, Entry, Stored
-from llamamg_plugins.async_cache_tree import Node, State, Tree
+from llamamg_plugins.async_cache_handles import OpenFiles
+from llamamg_plugins.async_cache_node import Node, State
+from llamamg_plugins.async_cache_tree import Tree
+from llamamg_plugins.async_cache_writer import DiskThread
 
 log = logging.getLogger(__name__)
-N_OPEN_MAX = 32
-END_S = 0.6  # what is written by then when the server ends is kept
 
 
 class Disk:
-    """Files of one folder. `load` may run on any thread; all else on the engine thread, writing on a thread of its own."""
+    """Files of one folder. `load` may run on any thread; all else on the engine's, and the folder is changed on its own."""
 
-    def __init__(self, folder: Path, n_bytes_max: int, tree: Tree, *, identity: str, planes: Any, model: str) -> None:
+    def __init__(
+        self, folder: Path, n_bytes_max: int, tree: Tree, *, identity: str, planes: Any, model: str,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._folder, self._n_bytes_max, self._tree = folder, n_bytes_max, tree
         self._identity, self._planes, self._model = identity, planes, model
-        self.entries: list[Entry] = []
-        self.n_bytes = self.n_written = self.n_read = self.n_evicted = self.n_bad = 0
-        self._lock = threading.Lock()  # of Entry.file
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = False
-        self._n_jobs = 0
-        self._thread = threading.Thread(target=self._run, name="llamamg-disk", daemon=True)
+        self.entries: OrderedDict[Entry, None] = OrderedDict()  # the one used last at the end
+        self.n_bytes = self.n_written = self.n_evicted = self.n_bad = 0
+        self._files = OpenFiles(identity, planes)
+        self._thread = DiskThread(ended)
 
     # -- start and stop
 
@@ -60,10 +60,12 @@ class Disk:
         """Look at what is there. Raises OSError when the folder cannot be used."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
-        found, n_unread = [], 0
+        found, n_unread, t_used = [], 0, {}
         for path in sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name)):
             try:
-                entry = Entry(path, path.stat().st_size, path.stat().st_mtime)
+                status = path.stat()
+                entry = Entry(path, status.st_size)
+                t_used[entry] = status.st_mtime_ns
                 with StateFile(path) as file:
                     found.append((file.header, file.tokens(), entry))
             except (NoStateFile, OSError) as error:  # not ours, or not readable just now: neither is damage
@@ -75,8 +77,8 @@ class Disk:
             except StateFileError as error:
                 log.warning("%s is deleted: %s", path, error)
                 self.n_bad += 1
-                self._unlink(path)
-        for header, tokens, entry in sorted(found, key=lambda item: (item[0].start, item[2].t_used)):
+                _unlink(path)
+        for header, tokens, entry in sorted(found, key=lambda item: (item[0].start, t_used[item[2]])):
             try:
                 check_identity(header, self._identity, self._planes, N_ROWS)
             except StateFileError:
@@ -85,24 +87,18 @@ class Disk:
             if self._attach(header, tokens, entry) or n_unread:  # what it is built on may be readable next time
                 self._account(entry)
             else:
-                self._unlink(entry.path)
-        self._shrink()
+                _unlink(entry.path)
+        self.entries = OrderedDict.fromkeys(sorted(self.entries, key=lambda entry: t_used[entry]))
         self._thread.start()
+        self._shrink()
 
     def stop(self) -> None:
         """Write what is queued for a moment longer, then nothing more."""
-        self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(END_S)
-        self._stopping = True
-        if self._thread.ident is not None:
-            self._thread.join(0.3)
-        self.drain()
-        for entry in self.entries:
-            self._close(entry)
+        self._thread.stop()
+        self._files.close_all()
 
     def _account(self, entry: Entry) -> None:
-        self.entries.append(entry)
+        self.entries[entry] = None
         self.n_bytes += entry.n_bytes
 
     def _attach(self, header: Header, tokens: NDArray[np.int32], entry: Entry) -> bool:
@@ -122,165 +118,160 @@ class Disk:
                     state = State(info.n_tokens, info.pos_min, info.pos_max, None)
                     state.stored = Stored(entry, j, info.n_bytes, is_state=True)
                     self._tree.add_state(node, state)
-                    entry.states.append(state)
+                    entry.states.append((node, state))
         return True
 
     # -- writing
 
     def write(self, path: list[Node]) -> None:
-        """Queue what of a saved path is not on disk."""
+        """Queue what of a saved path is neither on disk nor queued."""
         self.drain()
-        first = next((i for i, node in enumerate(path) if node.stored is None), len(path))
+        first = next((i for i, node in enumerate(path) if node.stored is None and not node.is_written), len(path))
         fresh = path[first:]
-        if not fresh or any(node.block is None or node.is_growing or node.parent is None for node in fresh):
+        if not fresh or any(_is_unfit(node) for node in fresh):
             return
         tokens = np.concatenate([node.tokens for node in path])
-        states = [state for node in fresh for state in node.states.values() if state.data is not None]
+        states = [(node, state) for node in fresh for state in node.states.values() if state.data is not None]
         header = Header(
             self._identity,
             self._planes,
             N_ROWS,
             fresh[0].start,
             len(tokens),
-            tuple(StateInfo(s.n_tokens, s.pos_min, s.pos_max, len(s.data)) for s in states if s.data is not None),
+            tuple(StateInfo(s.n_tokens, s.pos_min, s.pos_max, len(s.data)) for _, s in states if s.data is not None),
             self._model,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        if header.n_file_bytes() > self._n_bytes_max:
+        # Never a name that was there: blocks know where in which file they lie.
+        entry = Entry(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", header.n_file_bytes())
+        if entry.n_bytes > self._n_bytes_max:
             return
         sizes = [len(node.tokens) for node in fresh]
-        views = [node.block.view for node in fresh if node.block is not None]
-        data = [state.data for state in states]
+        records = [node.block.view for node in fresh if node.block is not None]
+        records += [state.data for _, state in states if state.data is not None]
+        self._tree.pin(path)  # what it is built on must not go either
         for node in fresh:
-            node.n_pins += 1
             node.is_written = True
-        # Never a name that was there: blocks know where in which file they lie.
-        entry = Entry(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", header.n_file_bytes(), 0.0)
-        self._n_jobs += 1
+
+        bases = [used.path for used in _files_of(path)]
 
         def job() -> None:
-            error: Exception | None = None
-            try:
-                write_state_file(entry.path, header, tokens, [*views, *data], lambda: self._stopping)
-                entry.t_used = entry.path.stat().st_mtime
-            except Exception as failed:
-                error = failed
-            self._done.put(lambda: self._written(entry, fresh, sizes, states, error))
+            write_state_file(entry.path, header, tokens, records, lambda: self._thread.is_stopping)
+            _touch(bases)  # a conversation that never leaves its slot is not read from here
 
-        self._jobs.put(job)
+        def then(error: Exception | None) -> None:
+            self._tree.unpin(path)
+            for node in fresh:
+                node.is_written = False
+            if error is None:
+                self._written(entry, path, first, sizes, states)
+            elif not self._thread.is_stopping:
+                log.warning("a prompt could not be kept in %s: %s", self._folder, error)
+
+        self._thread.queue(job, then)
 
     def _written(
-        self, entry: Entry, nodes: list[Node], sizes: list[int], states: list[State], error: Exception | None
+        self, entry: Entry, path: list[Node], first: int, sizes: list[int], states: list[tuple[Node, State]]
     ) -> None:
-        self._n_jobs -= 1
-        for node in nodes:
-            node.n_pins -= 1
-            node.is_written = False
-        if error is not None:
-            if not self._stopping:
-                log.warning("a prompt could not be kept in %s: %s", self._folder, error)
+        self.n_written += entry.n_bytes
+        if first and path[first - 1].stored is None:  # that could not be written, or went since
+            self._delete(entry)
             return
         n_block_bytes = N_ROWS * sum(n_bytes * n_columns for _, n_bytes, n_columns in self._planes)
-        for i, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
+        for i, (node, size) in enumerate(zip(path[first:], sizes, strict=True)):
             if node.parent is not None and len(node.tokens) == size:
                 node.stored = Stored(entry, i, n_block_bytes)
                 entry.nodes.append(node)
-        for j, state in enumerate(states):
+        for j, (node, state) in enumerate(states):
             if state.data is not None:
                 state.stored = Stored(entry, j, len(state.data), is_state=True)
-                entry.states.append(state)
+                entry.states.append((node, state))
         self._account(entry)
-        self.n_written += entry.n_bytes
+        self._use(path)
         self._shrink()
 
     def drain(self) -> None:
         """Take note of what was written."""
-        while True:
-            try:
-                self._done.get_nowait()()
-            except queue.Empty:
-                return
+        self._thread.drain()
 
     @property
     def n_pending(self) -> int:
-        """Files queued or being written."""
-        return self._n_jobs
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        """Changes of the folder, queued or under way."""
+        return self._thread.n_pending
 
     # -- reading
 
+    @property
+    def n_read(self) -> int:
+        """Bytes read."""
+        return self._files.n_read
+
     def load(self, stored: Stored, memory: NDArray[np.uint8]) -> None:
         """Fill memory with a record, on any thread. Raises BadFile."""
-        entry = stored.entry
         try:
-            with self._lock:
-                if entry.file is None:
-                    self._make_room_for_handles()
-                    entry.file = StateFile(entry.path)
-                    check_identity(entry.file.header, self._identity, self._planes, N_ROWS)
-                file = entry.file
-            if stored.is_state:
-                file.read_state(stored.index, memory)
-            else:
-                file.read_block(stored.index, memory)
+            with self._files.reading(stored.entry, stored.n_bytes) as file:
+                (file.read_state if stored.is_state else file.read_block)(stored.index, memory)
         except (StateFileError, OSError) as error:
-            raise BadFile(entry, error) from error
-        self.n_read += stored.n_bytes
+            raise BadFile(stored.entry, error) from error
 
-    def _make_room_for_handles(self) -> None:
-        opened = [entry for entry in self.entries if entry.file is not None]
-        if len(opened) < N_OPEN_MAX:
-            return
-        for entry in opened:
-            if not any(node.n_pins for node in entry.nodes) and entry.file is not None:
-                entry.file.close()
-                entry.file = None
+    def failed(self, error: BadFile) -> None:
+        """A `load` could not be done: a damaged file goes; one that cannot be read stays, for the next start."""
+        if error.is_damaged:
+            self.n_bad += 1
+            self.forget(error.entry)
+        elif not error.is_passing:
+            self._detach(error.entry)
 
     def touch(self, path: list[Node]) -> None:
         """The files of a path were used just now."""
-        for entry in {id(n.stored.entry): n.stored.entry for n in path if n.stored is not None}.values():
-            with contextlib.suppress(OSError):
-                os.utime(entry.path)
-                entry.t_used = entry.path.stat().st_mtime
+        self._use(path)
+        paths = [entry.path for entry in _files_of(path)]
+        self._thread.queue(lambda: _touch(paths))
+
+    def _use(self, path: list[Node]) -> None:
+        for entry in _files_of(path):
+            self.entries.move_to_end(entry)
 
     # -- going
 
     def forget(self, entry: Entry) -> None:
         """Delete a file and what is built on it."""
-        going, lost, has_lost_states = [entry], [], False
+        for going in self._detach(entry):
+            del self.entries[going]
+            self.n_bytes -= going.n_bytes
+            self._delete(going)
+
+    def _detach(self, entry: Entry) -> list[Entry]:
+        """The tree knows nothing of a file any more, nor of what is built on it; all these files."""
+        going, gone, lost = [entry], dict[Entry, None](), list[Node]()
         while going:
             entry = going.pop()
-            if entry not in self.entries:
+            if entry in gone or entry not in self.entries:
                 continue
-            self.entries.remove(entry)
-            self.n_bytes -= entry.n_bytes
-            self._close(entry)
-            self._unlink(entry.path)
-            for state in entry.states:
-                if state.stored is not None and state.stored.entry is entry:  # another file may have it too
-                    state.stored = None
-                    has_lost_states = True
+            gone[entry] = None
+            self._files.close(entry)
+            for node, state in entry.states:
+                if state.stored is None or state.stored.entry is not entry:  # another file may have it too
+                    continue
+                state.stored = None
+                if state.data is None and node.states.get(state.n_tokens) is state:
+                    del node.states[state.n_tokens]
             for node in entry.nodes:
                 if node.stored is not None and node.stored.entry is entry:
                     node.stored = None
                     lost.append(node)
-                    going += [child.stored.entry for child in _children(node) if child.stored is not None]
-        for node in self._tree.nodes() if has_lost_states else ():  # a state may lie in another file than its block
-            for at, state in list(node.states.items()):
-                if state.data is None and state.stored is None:
-                    del node.states[at]
+                    going += [child.stored.entry for child in node.children if child.stored is not None]
+            entry.nodes, entry.states = [], []
         for node in lost:
             if node.block is None and node.parent is not None:
                 self._drop(node)
+        return list(gone)
 
     def _drop(self, node: Node) -> None:
         """Remove what is nowhere any more, with all behind it; what somebody still reads stays, and is found no more."""
         below = [node]
         for each in below:  # grows meanwhile
-            below += _children(each)
+            below += each.children
         for each in reversed(below):
             if each.is_leaf and each.n_pins == 0 and not each.is_growing:
                 self._tree.remove(each)
@@ -290,37 +281,42 @@ class Disk:
         if self.n_bytes <= self._n_bytes_max:
             return
         used = self._used()
-        for entry in sorted(self.entries, key=lambda entry: entry.t_used):
-            if self.n_bytes <= self._n_bytes_max:
+        while self.n_bytes > self._n_bytes_max:
+            entry = next((entry for entry in self.entries if entry not in used), None)
+            if entry is None:
                 return
-            if id(entry) not in used and entry in self.entries:
-                self.n_evicted += 1
-                self.forget(entry)
+            self.n_evicted += 1
+            self.forget(entry)
 
-    def _used(self) -> set[int]:
-        """Files with a block that somebody reads or writes, or that such a block is built on."""
-        used, seen = set(), set()
-        for node in self._tree.nodes():
-            if not (node.n_pins or node.is_growing):
-                continue
-            each: Node | None = node
-            while each is not None and id(each) not in seen:
-                seen.add(id(each))
-                if each.stored is not None:
-                    used.add(id(each.stored.entry))
-                each = each.parent
+    def _used(self) -> set[Entry]:
+        """Files with a block that somebody reads or writes, or with a state of it, or that such a block is built on."""
+        used = {node.stored.entry for node in self._tree.pinned if node.stored is not None}
+        for node in self._tree.pinned:
+            used.update(state.stored.entry for state in node.states.values() if state.stored is not None)
         return used
 
-    def _close(self, entry: Entry) -> None:
-        with self._lock:
-            if entry.file is not None:
-                entry.file.close()
-                entry.file = None
+    def _delete(self, entry: Entry) -> None:
+        self._thread.queue(lambda: _unlink(entry.path))
 
-    def _unlink(self, path: Path) -> None:
+
+def _is_unfit(node: Node) -> bool:
+    """Whether a block cannot be written now."""
+    return node.block is None or node.is_growing or node.is_written or node.parent is None
+
+
+def _files_of(path: list[Node]) -> list[Entry]:
+    """Its files, those that others are built on last."""
+    return list(dict.fromkeys(node.stored.entry for node in reversed(path) if node.stored is not None))
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _touch(paths: list[Path]) -> None:
+    """They were used just now, each a little later than the one before it: clocks of files are coarse."""
+    now = time.time_ns()
+    for i, path in enumerate(paths):
         with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _children(node: Node) -> list[Node]:
-    return [*node.full.values(), *node.partial]
+            os.utime(path, ns=(now + i, now + i))

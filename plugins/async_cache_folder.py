@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamamg import PluginError
-from llamamg.statefile import FolderInUse, FolderLock, StateFile
-from llamamg_plugins.async_cache_tree import Node, State
+from llamamg.statefile import FolderInUse, FolderLock, NoStateFile, OtherVersion, StateFileError
+from llamamg_plugins.async_cache_node import Node, State
 
 SUFFIX = ".llmg"
 # What is called otherwise, e.g. a saved slot, is somebody's own.
@@ -37,10 +38,8 @@ class Entry:
 
     path: Path
     n_bytes: int
-    t_used: float
     nodes: list[Node] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
-    file: StateFile | None = None
+    states: list[tuple[Node, State]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,20 @@ class Stored:
 
 
 class BadFile(Exception):
-    """A file cannot be read; `entry` says which one."""
+    """A file cannot be read; `entry` says which one, `why` is a StateFileError or an OSError."""
 
-    def __init__(self, entry: Entry, why: object) -> None:
+    def __init__(self, entry: Entry, why: Exception) -> None:
         super().__init__(f"{entry.path.name}: {why}")
-        self.entry = entry
+        self.entry, self.why = entry, why
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether that will stay so: the file is ours and damaged, or gone."""
+        if isinstance(self.why, StateFileError):
+            return not isinstance(self.why, (NoStateFile, OtherVersion))
+        return isinstance(self.why, FileNotFoundError)
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether that has to do with this process and not with the file: too many are open, no memory."""
+        return isinstance(self.why, OSError) and self.why.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

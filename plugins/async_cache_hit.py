@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from llamamg import N_ROWS, Cells, Copier, Piece, PlaceWork, Slot, StateWork, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_kept import KeptStates
+from llamamg_plugins.async_cache_node import Node, State, Tokens
 from llamamg_plugins.async_cache_save import checkpoints
-from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
+from llamamg_plugins.async_cache_tree import Tree
 
 PLACE_S, PLACE_ALONE_S = 0.001, 0.02  # time for cells in one step, beside others and with nobody there
 N_PLACE = 2 * N_ROWS
@@ -62,14 +63,12 @@ class Hit:
         self._under_way.append(self)
         self.slot, self.n_kept, self._n_placed = slot, n_kept, n_kept
         self.transfer = Transfer(slot.seq_id, False, self._cells.fence(slot.seq_id))
-        for node in self.path:
-            node.n_pins += 1
-        self._tree.touch(self.path)
-        self._tree.make_room(sum(node.block is None for node in self.path) * self._cells.layout.n_block_bytes)
+        self._tree.pin(self.path)
         state = self.state
         if state is not None and state.data is None and not state.is_on_device:
             self._reading = Transfer(slot.seq_id, to_host=False)
-            self._workers.add(self._reading, [_Read(self._read_state)])
+            stored = state.stored  # its file may go meanwhile
+            self._workers.add(self._reading, [_Read(lambda: self._read_state(stored))])
             self._reading.seal()
         elif state is not None:
             self._state_data = state.data
@@ -169,7 +168,10 @@ class Hit:
 
     def _pieces(self, pos: int, where: NDArray[np.int32]) -> Any:
         end = pos + len(where)
-        for i in range(pos // N_ROWS, -(-end // N_ROWS)):
+        blocks = range(pos // N_ROWS, -(-end // N_ROWS))
+        # At once for all of them: what goes lay together, and so will what comes.
+        self._tree.make_room(sum(self.path[i].block is None for i in blocks) * self._cells.layout.n_block_bytes)
+        for i in blocks:
             node = self.path[i]
             a, b = max(pos, node.start), min(end, node.end)
             block, prepare = node.block, None
@@ -224,11 +226,9 @@ class Hit:
             self._workers.add(self._staging, [StateWork(self._copier, copying, False, data, lambda data: None)])
         self._staging.seal()
 
-    def _read_state(self) -> None:
-        state = self.state
-        assert state is not None
-        data = np.empty(state.stored.n_bytes, np.uint8)
-        self._load(state.stored, data)
+    def _read_state(self, stored: Any) -> None:
+        data = np.empty(stored.n_bytes, np.uint8)
+        self._load(stored, data)
         self._state_data = data
 
     def _close(self) -> None:
@@ -246,8 +246,7 @@ class Hit:
         state, data = self.state, self._state_data
         if is_good and state is not None and state.data is None and data is not None:
             self._tree.hold(state, data)
-        for node in self.path:
-            node.n_pins -= 1
+        self._tree.unpin(self.path)
         self._tree.make_room(0)
 
 

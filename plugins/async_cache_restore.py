@@ -12,7 +12,8 @@ from llamamg_plugins.async_cache_disk import Disk
 from llamamg_plugins.async_cache_folder import BadFile
 from llamamg_plugins.async_cache_hit import Hit
 from llamamg_plugins.async_cache_kept import KeptStates
-from llamamg_plugins.async_cache_tree import Tokens, Tree
+from llamamg_plugins.async_cache_node import Tokens
+from llamamg_plugins.async_cache_tree import Tree
 
 log = logging.getLogger(__name__)
 N_MIN = 16  # tokens; less is computed sooner than looked for
@@ -74,5 +75,4 @@ class Restorer:
         if hit.failed is not None:
             log.warning("stored state could not be restored, the prompt is computed: %s", hit.failed)
         if isinstance(hit.failed, BadFile) and self._disk is not None:
-            self._disk.n_bad += 1
-            self._disk.forget(hit.failed.entry)
+            self._disk.failed(hit.failed)

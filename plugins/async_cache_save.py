@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from llamamg import N_ROWS, Cells, Checkpoint, Copier, KeptState, Piece, Slot, Transfer, Workers
 from llamamg_plugins.async_cache_blocks import Block
 from llamamg_plugins.async_cache_kept import KeptStates
-from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
+from llamamg_plugins.async_cache_node import Node, State, Tokens
+from llamamg_plugins.async_cache_tree import Tree
 
 log = logging.getLogger(__name__)
 N_PUBLISH = 64  # blocks taken into the tree in one step: about half a millisecond
@@ -164,8 +165,6 @@ class Saver:
         n = max(0, min(len(tokens), save.transfer.limit) - first)
         grows = save.grows if n else None
         save.grows, save.at = grows, first if grows is None else grows.start
-        n_blocks = -(-(first + n - save.at) // N_ROWS) - (grows is not None)
-        self._tree.make_room(n_blocks * self._cells.layout.n_block_bytes)
         save.cells = self._cells.find(save.transfer.seq_id, first, n) if n else np.empty(0, np.int32)
         if grows is not None:
             grows.is_growing = True  # from here on: another save may be looked at before its part is made
@@ -175,6 +174,8 @@ class Saver:
         tokens, first, cells = save.tokens, save.first, save.cells
         assert cells is not None
         pieces = []
+        # At once for all of them: what goes lay together, and so will what comes.
+        self._tree.make_room(-(-(end - save.at) // N_ROWS) * self._cells.layout.n_block_bytes)
         while save.at < end:
             at = save.at
             part_tokens = tokens[at : min(at + N_ROWS, first + len(cells))]
@@ -287,12 +288,11 @@ class Saver:
         self.drain()
 
     def _pin(self, save: Save, node: Node) -> None:
-        node.n_pins += 1
+        self._tree.pin([node])
         save.pinned.append(node)
 
     def _unpin(self, save: Save) -> None:
-        for node in save.pinned:
-            node.n_pins -= 1
+        self._tree.unpin(save.pinned)
         save.pinned = []
 
 

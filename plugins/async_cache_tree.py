@@ -1,77 +1,24 @@
 """What is cached, as a tree of blocks of tokens: conversations that begin alike share their blocks.
 
 A path from the root is a prefix. A full block is found by the hash of its tokens and compared token by token, both by a dict
-of their bytes; a block that is shared in part gives the tokens up to the first difference.
+of their bytes; a block that is shared in part gives the tokens up to the first difference. Nothing here takes longer because
+more is kept: the engine's thread does it between two steps.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamamg import N_ROWS, KeptState
+from llamamg import N_ROWS
 from llamamg_plugins.async_cache_blocks import Block, BlockPool
+from llamamg_plugins.async_cache_node import Node, State, Tokens, key
 
-Tokens = NDArray[np.int32]
 BLOCK_BYTES = N_ROWS * np.dtype(np.int32).itemsize
-
-
-@dataclass(slots=True, eq=False)
-class State:
-    """What does not grow with the tokens, as it was after `n_tokens`; a snapshot is shared with the slot that made it.
-
-    `kept` may have it on its devices.
-    """
-
-    n_tokens: int
-    pos_min: int
-    pos_max: int
-    data: NDArray[np.uint8] | None
-    stored: Any = None  # where it lies on disk
-    kept: KeptState | None = None
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether it can be put into a sequence without a copy from main memory."""
-        return self.kept is not None and self.kept.device is not None
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """`tokens` from position `start` on, their rows in `block`, or only on disk while that is None."""
-
-    parent: Node | None
-    start: int
-    tokens: Tokens
-    block: Block | None
-    full: dict[bytes, Node] = field(default_factory=dict)  # children by the bytes of their N_ROWS tokens
-    partial: list[Node] = field(default_factory=list)  # shorter children
-    states: dict[int, State] = field(default_factory=dict)
-    t_used: int = 0
-    n_pins: int = 0  # transfers that read or write its block
-    is_growing: bool = False  # rows behind its tokens are being written
-    is_written: bool = False  # to disk, right now: its memory must not change
-    stored: Any = None  # where its rows lie on disk
-
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def is_somewhere(self) -> bool:
-        """Whether its rows are in memory or on disk; its file may have gone while somebody read what is built on it."""
-        return self.block is not None or self.stored is not None
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether nothing is built on it."""
-        return not self.full and not self.partial
 
 
 class Tree:
@@ -82,7 +29,9 @@ class Tree:
         self.n_bytes_max = n_bytes_max
         self.n_state_bytes = 0
         self.n_evicted = 0  # blocks
-        self._pool, self._clock = pool, 0
+        self._pool = pool
+        self._order: OrderedDict[Node, None] = OrderedDict()  # in memory and not pinned, the one used last at the end
+        self.pinned: dict[Node, None] = {}  # with each one all that it is built on
         self._held: dict[int, int] = {}  # states by the identity of their data: several nodes may share one
 
     # -- looking
@@ -97,12 +46,7 @@ class Tree:
             path.append(child)
             node, at = child, at + BLOCK_BYTES
         n = at // tokens.itemsize
-        rest = tokens[n : n + N_ROWS]
-        best, shared = None, 0
-        for child in (*node.full.values(), *node.partial):
-            same = common(child.tokens, rest)
-            if same > shared and child.is_somewhere:
-                best, shared = child, same
+        best, shared = node.nearest(tokens[n : n + N_ROWS])
         if best is not None:
             path.append(best)
             n += shared
@@ -117,17 +61,36 @@ class Tree:
         return None
 
     def touch(self, path: list[Node]) -> None:
-        """These were used just now; a parent never looks older than its children."""
-        self._clock += 1
-        for node in path:
-            node.t_used = self._clock
+        """These were used just now; a parent goes after its children."""
+        for node in reversed(path):
+            if node in self._order:
+                self._order.move_to_end(node)
+
+    def pin(self, nodes: Iterable[Node]) -> None:
+        """Keep the memory of these, which are a path from the root or lie behind one that is pinned."""
+        for node in nodes:
+            node.n_pins += 1
+            self.pinned[node] = None
+            self._order.pop(node, None)
+
+    def unpin(self, path: list[Node]) -> None:
+        """They were used until now."""
+        for node in reversed(path):
+            node.n_pins -= 1
+            if not node.n_pins:
+                del self.pinned[node]
+                self._list(node)
+
+    def _list(self, node: Node) -> None:
+        if node.block is not None and not node.n_pins and node.parent is not None:
+            self._order[node] = None
 
     def nodes(self) -> Iterator[Node]:
         """All blocks."""
         stack = [self.root]
         while stack:
             node = stack.pop()
-            stack += [*node.full.values(), *node.partial]
+            stack += node.children
             if node is not self.root:
                 yield node
 
@@ -153,16 +116,17 @@ class Tree:
 
     def make_room(self, n_bytes: int) -> bool:
         """Evict until `n_bytes` more fit; False when that cannot be."""
-        if self.n_bytes + n_bytes <= self.n_bytes_max:
-            return True
-        heap = [(node.t_used, -node.start, id(node), node) for node in self.nodes() if _may_go(node)]
-        heapq.heapify(heap)
-        while self.n_bytes + n_bytes > self.n_bytes_max and heap:
-            node = heapq.heappop(heap)[3]
-            parent = node.parent
-            self.evict(node)
-            if parent is not None and parent is not self.root and parent.stored is None and _may_go(parent):
-                heapq.heappush(heap, (parent.t_used, -parent.start, id(parent), parent))
+        spared = []
+        while self.n_bytes + n_bytes > self.n_bytes_max and self._order:
+            node = next(iter(self._order))
+            if _may_go(node):
+                self.evict(node)
+            else:  # what is built on it is in use
+                del self._order[node]
+                spared.append(node)
+        for node in reversed(spared):
+            self._order[node] = None
+            self._order.move_to_end(node, last=False)
         return self.n_bytes + n_bytes <= self.n_bytes_max
 
     def evict(self, node: Node) -> None:
@@ -172,9 +136,10 @@ class Tree:
             self.remove(node)
             return
         self._free_block(node)
-        for state in node.states.values():
-            if state.stored is not None:
-                self._free_data(state)
+        for at, state in list(node.states.items()):
+            if state.stored is None:
+                del node.states[at]  # it is nowhere else
+            self._free_data(state)
 
     def forget(self) -> None:
         """Remove all that nobody uses."""
@@ -186,46 +151,43 @@ class Tree:
         """Forget a leaf."""
         assert node.is_leaf
         assert node.parent is not None
-        if node.parent.full.get(key(node.tokens)) is node:
-            del node.parent.full[key(node.tokens)]
-        else:
-            node.parent.partial.remove(node)
-        for at in list(node.states):
-            self._drop_state(node, at)
+        node.parent.remove(node)
+        for state in node.states.values():
+            self._free_data(state)
+        node.states = {}
         self._free_block(node)
         node.parent = None
 
     def _free_block(self, node: Node) -> None:
+        self._order.pop(node, None)
         if node.block is not None:
             self._pool.give(node.block)
             node.block = None
 
     def add(self, parent: Node, tokens: Tokens, block: Block | None, stored: Any = None) -> Node:
         """A new block behind `parent`."""
-        node = Node(parent, parent.end, np.array(tokens, np.int32), block, stored=stored, t_used=self._clock)
-        if len(tokens) == N_ROWS:
-            twin = parent.full.get(key(node.tokens))
-            if twin is not None:  # saved twice at the same time, or in another file too
-                if twin.stored is None:
-                    twin.stored = stored
-                if twin.block is None:
-                    twin.block = block
-                elif block is not None:
-                    self._pool.give(block)
-                return twin
-            parent.full[key(node.tokens)] = node
-        else:
-            parent.partial.append(node)
-        return node
+        node = Node(parent, parent.end, np.array(tokens, np.int32), block, stored=stored)
+        twin = parent.full.get(key(node.tokens))
+        if twin is None:
+            parent.add(node)
+            self._list(node)
+            return node
+        if twin.stored is None:  # saved twice at the same time, or in another file too
+            twin.stored = stored
+        if twin.block is None:
+            twin.block = block
+            self._list(twin)
+        elif block is not None:
+            self._pool.give(block)
+        return twin
 
     def grow(self, node: Node, tokens: Tokens) -> None:
         """More rows of a block are filled: it has all of `tokens` now."""
         assert node.parent is not None
         assert len(tokens) >= len(node.tokens)
+        node.parent.remove(node)
         node.tokens, node.stored = np.array(tokens, np.int32), None
-        if len(tokens) == N_ROWS and key(node.tokens) not in node.parent.full:
-            node.parent.partial.remove(node)
-            node.parent.full[key(node.tokens)] = node
+        node.parent.add(node)
 
     def add_state(self, node: Node, state: State) -> None:
         """Keep a state, if there is room for it."""
@@ -243,9 +205,6 @@ class Tree:
         state.data = data
         return True
 
-    def _drop_state(self, node: Node, at: int) -> None:
-        self._free_data(node.states.pop(at))
-
     def _free_data(self, state: State) -> None:
         data, state.data = state.data, None
         state.kept = None
@@ -261,17 +220,3 @@ def _may_go(node: Node) -> bool:
     """Whether its block may be given up: nobody uses it, and nothing is built on it unless it is on disk too."""
     is_spare = node.is_leaf or node.stored is not None
     return node.block is not None and node.n_pins == 0 and not node.is_growing and is_spare
-
-
-def key(tokens: Tokens) -> bytes:
-    """What full blocks are found by."""
-    return np.ascontiguousarray(tokens, np.int32).tobytes()
-
-
-def common(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are the same."""
-    n = min(len(a), len(b))
-    if not n or a[0] != b[0]:
-        return 0
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n

@@ -13,6 +13,7 @@ import pytest
 from llamamg.plugins import testing
 
 if TYPE_CHECKING:
+    from cache_folder import Folder
     from cache_server import Server
 
 sys.path.insert(0, str(Path(__file__).parent))  # modules beside the tests
@@ -38,3 +39,13 @@ def serve() -> Iterator[Callable[..., Server]]:
     yield make
     for server in made:
         server.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    """The disk tier of async-cache in tmp_path/disk, without an engine."""
+    from cache_folder import Folder
+
+    made = Folder(tmp_path / "disk")
+    yield made
+    made.disk.stop()

@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_folder import N_BLOCK, Folder, chain, state
 from cache_server import talk
 
 from llamamg import N_ROWS
 from llamamg.statefile import StateFile
-from llamamg_plugins.async_cache_blocks import BlockPool
-from llamamg_plugins.async_cache_disk import Disk
-from llamamg_plugins.async_cache_tree import Node, State, Tokens, Tree
 
-PLANES = ((0, 4, 1),)  # a row is a token
-N_BLOCK = 4 * N_ROWS
 TALK = np.array(talk(N_ROWS + 100, 1), np.int32)
-
-
-class Folder:
-    """A tree and its folder, without an engine."""
-
-    def __init__(self, folder: Path, *, n_bytes_max: int = 1 << 30) -> None:
-        self.pool = BlockPool(N_BLOCK, 1 << 20)
-        self.tree = Tree(self.pool, 1 << 20)
-        self.disk = Disk(folder, n_bytes_max, self.tree, identity="i", planes=PLANES, model="m")
-        self.disk.start()
-
-    def node(self, parent: Node, tokens: Tokens) -> Node:
-        """A saved block, whose rows are its tokens."""
-        block = self.pool.take()
-        block.view[: 4 * len(tokens)] = tokens.view(np.uint8)
-        return self.tree.add(parent, tokens, block)
-
-    def settle(self) -> None:
-        until = time.monotonic() + 10
-        while self.disk.n_pending:
-            self.disk.drain()
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-    def rows(self, node: Node) -> list[int]:
-        """The rows of a block as they are on disk."""
-        data = np.empty(N_BLOCK, np.uint8)
-        self.disk.load(node.stored, data)
-        return data[: 4 * len(node.tokens)].view(np.int32).tolist()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Folder]:
-    made = Folder(tmp_path / "disk")
-    yield made
-    made.disk.stop()
-
-
-def state(folder: Folder, node: Node, n: int) -> State:
-    made = State(n, 0, n - 1, np.full(8, n % 251, np.uint8))
-    folder.tree.add_state(node, made)
-    return made
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
@@ -142,25 +94,18 @@ def test_a_state_that_was_only_in_a_file_goes_with_it(folder: Folder) -> None:
 
 
 def test_a_file_that_is_being_read_stays_open(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamamg_plugins.async_cache_disk.N_OPEN_MAX", 2)
-    nodes = [folder.node(folder.tree.root, np.array(talk(100, seed), np.int32)) for seed in range(4)]
+    monkeypatch.setattr("llamamg_plugins.async_cache_handles.N_OPEN_MAX", 2)
+    nodes = [folder.node(folder.tree.root, np.array(talk(100, seed), np.int32)) for seed in range(5)]
     for node in nodes:
         folder.disk.write([node])
     folder.settle()
-    nodes[0].n_pins = 1
-    for node in nodes:
-        assert folder.rows(node) == node.tokens.tolist()
-    opened = [node.stored.entry.file is not None for node in nodes]
-    assert opened == [True, False, False, True], "only what nobody reads is closed to make room"
-    nodes[0].n_pins = 0
-
-
-def chain(folder: Folder, n: int, seed: int = 7) -> list[Node]:
-    """A conversation of `n` full blocks."""
-    nodes: list[Node] = []
-    for tokens in np.random.default_rng(seed).integers(0, 1000, (n, N_ROWS), np.int32):
-        nodes.append(folder.node(nodes[-1] if nodes else folder.tree.root, tokens))
-    return nodes
+    entries = [node.stored.entry for node in nodes]
+    with folder.disk._files.reading(entries[0], 0) as file:
+        for node in nodes[1:]:
+            assert folder.rows(node) == node.tokens.tolist()
+        assert [entry in folder.disk._files for entry in entries] == [True, False, False, True, True]
+        data = np.empty(N_BLOCK, np.uint8)
+        file.read_block(0, data)
 
 
 def test_a_long_conversation_in_a_full_folder(tmp_path: Path) -> None:
@@ -184,7 +129,8 @@ def test_a_conversation_of_many_turns_goes_at_once(folder: Folder, tmp_path: Pat
     for node in nodes:
         folder.tree._free_block(node)
     folder.disk.forget(nodes[0].stored.entry)
-    assert (folder.disk.entries, folder.disk.n_bytes) == ([], 0)
+    assert (len(folder.disk.entries), folder.disk.n_bytes) == (0, 0)
+    folder.settle()
     assert list(folder.tree.nodes()) == []
     assert list((tmp_path / "disk").glob("*.llmg")) == []
 
@@ -196,18 +142,16 @@ def test_a_file_that_is_read_stays_though_it_is_the_oldest(folder: Folder) -> No
         folder.disk.write(path)
         folder.settle()
     files = [nodes.stored.entry for nodes in (first[0], first[2], other[0])]
-    for t, entry in enumerate(files):
-        entry.t_used = float(t)
-    first[2].n_pins = 1
+    folder.tree.pin(first)
     folder.disk._n_bytes_max = folder.disk.n_bytes - 1
     folder.disk._shrink()
-    assert folder.disk.entries == files[:2]
+    assert list(folder.disk.entries) == [files[1], files[0]]
     folder.disk._n_bytes_max = 0
     folder.disk._shrink()
-    assert folder.disk.entries == files[:2]
-    first[2].n_pins = 0
+    assert list(folder.disk.entries) == [files[1], files[0]]
+    folder.tree.unpin(first)
     folder.disk._shrink()
-    assert folder.disk.entries == []
+    assert not folder.disk.entries
 
 
 @pytest.mark.parametrize("read", [2, 3])
@@ -220,14 +164,32 @@ def test_a_damaged_file_goes_while_somebody_reads_what_is_built_on_it(folder: Fo
     folder.settle()
     for node in nodes:
         folder.tree._free_block(node)
-    nodes[read].n_pins = 1
+    folder.tree.pin(nodes[: read + 1])
     folder.disk.forget(nodes[0].stored.entry)
-    assert folder.disk.entries == []
+    assert not folder.disk.entries
     assert folder.tree.find(tokens) == ([], 0), "nobody else is offered what is nowhere any more"
     assert nodes[read].parent is not None
-    nodes[read].n_pins = 0
+    folder.tree.unpin(nodes[: read + 1])
     again = chain(folder, 4)
     path, n = folder.tree.find(tokens)
     assert n == len(tokens)
     assert path == again
     assert all(node.block is not None for node in path)
+
+
+def test_a_state_in_another_file_outlives_this_one(folder: Folder) -> None:
+    """Its block was written again after its first file went; the state is in the second one."""
+    node = folder.node(folder.tree.root, TALK[:N_ROWS])
+    folder.disk.write([node])
+    folder.settle()
+    kept, first = state(folder, node, 200), node.stored.entry
+    node.stored, first.nodes = None, []
+    folder.disk.write([node])
+    folder.settle()
+    second = node.stored.entry
+    first.states.append((node, kept))
+    folder.tree._free_data(kept)
+    folder.disk.forget(first)
+    assert folder.tree.best_state([node], 200) is kept
+    folder.disk.forget(second)
+    assert folder.tree.best_state([node], 200) is None

@@ -8,9 +8,6 @@ from typing import Any
 from cache_server import Server, alone, talk
 
 from llamamg.testing import ask
-from llamamg_plugins.async_cache_disk import Disk
-from llamamg_plugins.async_cache_folder import Entry, Stored
-from llamamg_plugins.async_cache_tree import State
 
 
 def hold(server: Server, slot: Any, more: list[int], n_kept: int) -> None:
@@ -67,30 +64,3 @@ def test_a_block_that_is_being_written_to_disk_is_left_as_it_is(serve: Callable[
     assert leaf.end < len(again)
     assert server.run(ask(again, n_predict=4)) == [alone(again, n_predict=4)]
     assert leaf.end < len(again) - 30 + 1, "what follows has a block of its own"
-
-
-def test_a_state_in_another_file_outlives_this_one() -> None:
-    """Two files had it, and the later one counts."""
-    disk: Any = Disk.__new__(Disk)
-    old, new = (Entry(_Path(), 10, 0.0) for _ in range(2))
-    state = State(4, 0, 3, None)
-    state.stored = Stored(new, 0, 5, is_state=True)
-    old.states.append(state)
-    new.states.append(state)
-    disk.entries, disk.n_bytes = [old, new], 20
-    disk._close = lambda entry: None
-    disk._unlink = lambda path: None
-    disk._tree = _Tree()
-    disk.forget(old)
-    assert state.stored is not None
-    disk.forget(new)
-    assert state.stored is None
-
-
-class _Path:
-    pass
-
-
-class _Tree:
-    def nodes(self) -> list[Any]:
-        return []
