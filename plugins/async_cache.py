@@ -134,7 +134,11 @@ class AsyncCache:
         self._kept = KeptStates(cells, copier, self._workers, device_bytes(cells, self.device_mb))
         self._saver = Saver(cells, self._kv, self._tree, copier, self._workers, self._kept)
         if self.disk:
-            self._open_disk(cells)
+            try:
+                self._open_disk(cells)
+            except BaseException:
+                self._unlock_folder()
+                raise
         self._restorer = Restorer(engine, cells, self._tree, copier, self._workers, self._kept, self._disk)
 
     def _open_disk(self, cells: Cells) -> None:

@@ -14,6 +14,19 @@ except ImportError:  # not on Windows: there nobody is kept out
 NAME = ".lock"
 
 
+def try_lock(handle: int) -> bool | None:
+    """Lock an open file, until it is closed: False when somebody has it, also this process; None where there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
 class FolderInUse(RuntimeError):
     """Another process has the folder; the sentence says which one."""
 
@@ -30,17 +43,13 @@ class FolderLock:
             raise
 
     def _take(self, folder: Path) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        locked = try_lock(self._handle)
+        if locked is False:
             owner = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip()
-            raise FolderInUse(f"{folder} is in use by process {owner or '(unknown)'}") from None
-        except OSError:
-            return  # a file system without locks
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, str(os.getpid()).encode(), 0)
+            raise FolderInUse(f"{folder} is in use by process {owner or '(unknown)'}")
+        if locked:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         """Give the folder up."""

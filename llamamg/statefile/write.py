@@ -13,6 +13,7 @@ import numpy as np
 
 from llamamg.statefile.checksum import CHECKSUMS, CHUNK_BYTES, checksums
 from llamamg.statefile.format import WORD, Header, StateFileError
+from llamamg.statefile.lock import try_lock
 
 TEMPORARY = ".part"
 
@@ -33,6 +34,7 @@ def write_state_file(
     sizes = header.records()
     try:
         with temporary.open("wb") as file:
+            try_lock(file.fileno())  # as long as it is open nobody takes it for a leftover
             file.write(header.encode())
             n_written = 0
             for size, record in zip(sizes, _all(header, tokens, records), strict=True):
@@ -75,18 +77,27 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete what writers left that were killed; how many files. Those of other living processes stay.
-
-    Call it before anything is written here: a file of this process's id is one of its predecessor in a container.
-    """
+    """Delete what writers left that were killed; how many files. What is being written stays, also by this process."""
     n = 0
     for path in folder.glob(f".*{TEMPORARY}"):
-        pid = path.name.removesuffix(TEMPORARY).rpartition(".")[2]
-        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if not _is_being_written(path):
                 path.unlink()
                 n += 1
     return n
+
+
+def _is_being_written(path: Path) -> bool:
+    """Its writer holds a lock on it: ids of processes say nothing where each container counts its own."""
+    handle = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+    try:
+        locked = try_lock(handle)
+    finally:
+        os.close(handle)
+    if locked is not None:
+        return not locked
+    pid = path.name.removesuffix(TEMPORARY).rpartition(".")[2]
+    return not pid.isdigit() or _is_alive(int(pid))
 
 
 def _is_alive(pid: int) -> bool:

@@ -273,3 +273,46 @@ def test_a_draft_that_finds_no_room_is_dropped(with_plugins: Callable[..., Any])
     assert last(events, request).text == text_alone(PROMPT[:10], 6)
     assert engine.stats.n_draft == 0
     assert engine.slots[0].tokens.view().tolist() == runner.kv.held[0]
+
+
+class Late:
+    """Stored state that never comes. Its slot is emptied once the batch of the step is on its way."""
+
+    starts_early, n_tokens = True, 30
+
+    def start(self, slot: Any, n_kept: int) -> None:
+        """Nothing is copied."""
+
+    def ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("n_free", "n_failed"), [(0, 0), (-60, 1)], ids=["enough", "not enough"])
+def test_room_that_was_put_off_is_made_before_a_batch_is_given_up(
+    with_plugins: Callable[..., Any], n_free: int, n_failed: int
+) -> None:
+    """A unified cache is full of what is to be emptied in this very step."""
+
+    @plugin(name="late", **DECLARE)
+    class Finder:
+        @hookimpl
+        def find_prefix(self, request: Any, slot: Any) -> Any:
+            return Late() if len(request.prompt) == 31 else None
+
+    engine, runner, events = with_plugins(Finder, n_slots=2)
+    engine.submit(ask(PROMPT[:40], n_predict=1, id_slot=1))
+    run(engine)
+    decoding = ask(PROMPT[:20], n_predict=9, id_slot=0)
+    engine.submit(decoding)
+    while len(engine.slots[0].tokens) < 22:
+        engine.step()
+    runner.fail = room = Room(runner, sum(len(held) for held in runner.kv.held.values()) + n_free)
+    engine.submit(ask([7] * 31, id_slot=1))  # waits for its state, for as long as the others run
+    engine.step()
+    assert (room.n_refused, len(runner.kv.held[1])) == (1 + n_failed, 0)
+    while engine.slots[0].busy:
+        engine.step()
+    assert isinstance(last(events, decoding), Failed) == bool(n_failed)
+    if not n_failed:
+        assert last(events, decoding).text == text_alone(PROMPT[:20], 9)
+        assert room.n_refused == 1

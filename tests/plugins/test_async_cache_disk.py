@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from llamamg import PluginError, Unavailable
 from llamamg.cli import main
 from llamamg.config import Config, GenerationConfig, ModelConfig, PluginsConfig
 from llamamg.plugins.testing import on
-from llamamg.statefile import FolderLock, StateFile
+from llamamg.statefile import FolderInUse, FolderLock, StateFile
 from llamamg.testing import ask
 from llamamg_plugins.async_cache import AsyncCache
 
@@ -136,6 +137,44 @@ def test_a_long_write_does_not_hold_up_the_end(start: Make, tmp_path: Path, monk
     assert disk._thread.join(10)
     assert files(tmp_path) == []
     disk.drain()
+
+
+def test_the_folder_is_given_up_when_nothing_more_is_written(
+    start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the engine does not wait for a disk that is stuck; another server has to."""
+    monkeypatch.setattr("llamamg_plugins.async_cache_writer.END_S", 0.02)
+    monkeypatch.setattr("llamamg_plugins.async_cache_writer.STOP_S", 0.02)
+    server, go_on = start(), threading.Event()
+    monkeypatch.setattr("llamamg.statefile.write.os.fsync", lambda handle: go_on.wait(20))
+    server.engine.submit(ask(talk(800, 1), n_predict=4))
+    while server.engine.step():
+        pass
+    while server.cache.idle(server.engine.scheduler.state):
+        pass
+    disk = server.cache._disk
+    assert disk is not None
+    server.plugins.stop()
+    with pytest.raises(FolderInUse, match=str(os.getpid())):
+        FolderLock(tmp_path / "disk")
+    with pytest.raises(PluginError, match="in use by process"):
+        server.cache.configure(server.engine.config)
+    go_on.set()
+    assert disk._thread.join(20)
+    FolderLock(tmp_path / "disk").release()
+    assert len(files(tmp_path)) == 1
+    disk.drain()
+
+
+def test_a_folder_that_cannot_be_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("llamamg_plugins.async_cache_disk.remove_leftovers", refuse)
+    monkeypatch.setattr("llamamg_plugins.async_cache.model_identity", lambda config: "a model")
+    server = DiskServer(1, disk=str(tmp_path / "disk"))
+    assert "Permission denied" in str(server.plugins.views()[0].quarantined)
+    FolderLock(tmp_path / "disk").release()
 
 
 def test_a_conversation_that_grows_writes_what_is_new(start: Make, tmp_path: Path) -> None:
@@ -422,7 +461,20 @@ def test_cache_command(start: Make, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["cache", "rm", folder, "../m.gguf"]) == 1
     assert main(["cache", "rm", folder, "none"]) == 1
     (tmp_path / "disk" / "notes.txt").write_text("mine")
+    older, packages = (tmp_path / "disk" / f"{name}.llmg" for name in ("older", "packages"))
+    older.write_bytes(second.read_bytes()[:8] + (0).to_bytes(4, "little") + second.read_bytes()[12:])
+    names = "xxh3", "crc32"  # the header is the same length, and its checksum is of a kind that nobody knows
+    text = next(
+        second.read_bytes().replace(name.encode(), b"?" * len(name))
+        for name in names
+        if name in str(second.read_bytes())
+    )
+    packages.write_bytes(text)
+    kept = sorted([second, tmp_path / "disk" / "notes.txt", older, packages])
     assert main(["cache", "rm", folder, "--damaged"]) == 0
-    assert files(tmp_path) == [second, tmp_path / "disk" / "notes.txt"]
+    assert files(tmp_path) == kept, "what another version wrote is not damaged"
+    assert main(["cache", "rm", folder, "--all"]) == 0
+    assert files(tmp_path) == [tmp_path / "disk" / "notes.txt"]
+    second.write_bytes(text)
     assert main(["cache", "rm", folder, second.name]) == 0
     assert main(["cache", "ls", str(tmp_path / "nowhere")]) == 1

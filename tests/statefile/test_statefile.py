@@ -24,6 +24,7 @@ from llamamg.statefile import (
     check_identity,
     write_state_file,
 )
+from llamamg.statefile import lock as locking
 from llamamg.statefile import write as writing
 from llamamg.statefile.checksum import CHECKSUMS
 from llamamg.statefile.format import PREFIX
@@ -182,10 +183,55 @@ def test_killed_in_the_middle_of_a_write(saved: Path) -> None:
     assert len(list(folder.iterdir())) == 2
     assert remove_leftovers(folder) == 1
     assert [path.name for path in folder.iterdir()] == ["a.bin"]
-    (folder / f".b.bin.{os.getppid()}.part").touch()
-    assert remove_leftovers(folder) == 0  # somebody is writing it
     (folder / f".c.bin.{os.getpid()}.part").touch()  # in a container every server may have the same id
     assert remove_leftovers(folder) == 1
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["with locks", "a file system without locks"])
+def test_what_this_process_is_writing_is_no_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """A second cache, or a folder of slots, in the same process."""
+    if not locks:
+        monkeypatch.setattr(locking, "fcntl", None)
+    h, removed = header(), []
+
+    def look() -> Any:
+        for record in records(h):
+            removed.append(remove_leftovers(tmp_path))
+            yield record
+
+    write_state_file(tmp_path / "a.bin", h, TOKENS, look())
+    assert set(removed) == {0}
+    read_all(tmp_path / "a.bin")
+
+
+def test_what_another_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    """Whatever its id is: it may be that of nobody here."""
+    code = (
+        "import os\nos.getpid = lambda: 1 << 22\n"
+        "def slow():\n    for r in records(h):\n        print('writing', flush=True); sys.stdin.readline(); yield r\n"
+        "write_state_file(folder / 'a.bin', h, TOKENS, slow())\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", _script(code, tmp_path)],
+        env=_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    assert remove_leftovers(tmp_path) == 0
+    child.communicate(100 * "\n", timeout=30)
+    read_all(tmp_path / "a.bin")
+
+
+def test_without_locks_the_leftovers_of_ended_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "fcntl", None)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid in (ended.pid, os.getpid(), os.getppid()):
+        (tmp_path / f".a.bin.{pid}.part").touch()
+    assert remove_leftovers(tmp_path) == 1
+    assert not (tmp_path / f".a.bin.{ended.pid}.part").exists()
 
 
 def _script(code: str, folder: Path) -> str:
