@@ -11,15 +11,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name.startswith("__") and name != "__all__":  # questions of the import system
-            raise AttributeError(name)
         from importlib import import_module
         from importlib.util import find_spec
 
-        if name != "__all__" and find_spec(f"llamamg.{name}") is not None:
-            raise AttributeError(name)  # a module: `from llamamg import x` imports it next
+        # `from llamamg import x` asks for modules here, too, while others are being imported: llamamg.api would be a circle.
+        if name != "__all__" and (name.startswith("__") or find_spec(f"llamamg.{name}")):
+            raise AttributeError(name)
         api = import_module("llamamg.api")
-        if name != "__all__" and name not in api.__all__:
+        if name not in ("__all__", *api.__all__):
             raise AttributeError(f"module 'llamamg' has no attribute {name!r}")
         value = globals()[name] = getattr(api, name)
         return value

@@ -67,12 +67,10 @@ class CheckpointPolicy:
 
     def may_follow(self, sequence: Sequence, end: int, *, is_cut: bool) -> bool:
         """Whether a snapshot may be made when tokens up to `end` of the prompt are computed, and more of it is to come."""
-        n_prompt = sequence.n_prompt
-        if not self.active or end >= n_prompt:
+        if not self.active or end >= sequence.n_prompt:
             return False
-        if end in self._stops(n_prompt) or end in sequence.request.user_starts:
-            return True
-        return not is_cut and n_prompt <= end + 2 * self.n_ubatch
+        farthest = self.stop_at(sequence, end, min(end + self.n_batch, sequence.n_prompt))  # less only makes it rarer
+        return any(self.wanted(sequence, end, farthest, is_cut=cut) for cut in (is_cut, True))  # the next may be cut
 
     def make(self, slot: Slot, n_tokens: int, request_id: int) -> None:
         """Snapshot `slot`, which holds `n_tokens`."""

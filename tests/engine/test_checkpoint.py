@@ -266,8 +266,8 @@ def test_a_small_batch_makes_them_as_llama_server_does() -> None:
     assert len(engine.slots[0].checkpoints) > 2
 
 
-@pytest.mark.parametrize("budget", [None, 3, 16])
-@pytest.mark.parametrize("n_prompt", [20, 90, 200])
+@pytest.mark.parametrize("budget", [None, 1, 3, 16])
+@pytest.mark.parametrize("n_prompt", [2, 20, 90, 200])
 def test_what_comes_before_a_snapshot_is_waited_for(n_prompt: int, budget: int | None) -> None:
     """With small batches too; and a batch far from the end is not, so that the next one can be handed over behind it."""
     rules = policy()
