@@ -55,17 +55,18 @@ def examine(build: Path | None = None) -> dict[str, Any]:
         "cpu": _cpu(),
         "gpu_visible": cuda.gpu_visible(),
         "library": _library(build),
-        "cache_copies": way_of(_gpus(build)),
+        "cache_copies": _cache_copies(build),
         "packages": {name: _installed(name) for name in PACKAGES},
         "cupy": next((f"{name} {_installed(name)}" for name in CUPY_PACKAGES if _installed(name)), None),
     }
 
 
-def _gpus(build: Path | None) -> list[str]:
+def _cache_copies(build: Path | None) -> str:
     try:
-        return [device.name for device in library.load(build).mg.devices() if device.type == "gpu"]
+        native = library.load(build).mg
+        return way_of([device.name for device in native.devices() if device.type == "gpu"], native)
     except (RuntimeError, OSError):
-        return []
+        return way_of([])
 
 
 def _library(build: Path | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from llamamg.kept import resident_bytes
 from llamamg.server.contract import EngineLike
+from llamamg.transfer.ways import ways
 
 CONTENT_TYPE = b"text/plain; version=0.0.4"
 
@@ -53,6 +54,12 @@ class EngineCollector(Collector):
                 per_position.add_metric([str(position)], n_accepted)
             yield per_position
         yield from self._checkpoints()
+        copiers = GaugeMetricFamily(
+            "llamamg:copiers", "Who copies slots to the host and back, by how that is done", labels=["way"]
+        )
+        for way, n in ways().items():
+            copiers.add_metric([way], n)
+        yield copiers
         yield _histogram(
             "llamamg:time_to_first_token_seconds", "From a request's arrival to its first token", stats.ttft
         )

@@ -8,37 +8,23 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-import numpy as np
-
-from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy, runs
+from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy
 from llamamg.transfer.driver import N_PARTS, Copy, DriverCopies
 from llamamg.transfer.job import Piece, Work
 from llamamg.transfer.pinned import Pinned
+from llamamg.transfer.spans import Run, copies_of, merge, spread
 
 log = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20  # of blocks that are not page-locked, or of a state
 GROUP_BYTES = 16 << 20  # of page-locked blocks; a cut waits for it, about 0.3 ms
 WORK_BYTES = 64 << 20
-N_TURNS = 2  # threads whose copies are on their way at once, in a direction: that keeps the device busy
+N_TURNS = 2  # threads whose copies are on their way at once, on a device in a direction: that keeps it busy
 D2H, H2D = 2, 1  # cudaMemcpyKind
 Planes = list[tuple[Plane, int]]  # with the offset of each in a block
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring cells in rows of blocks that are `pitch` bytes apart: `n` in each of `n_blocks`, from `row` on."""
-
-    cell: int
-    n: int
-    block: int
-    row: int
-    n_blocks: int = 1
-    pitch: int = 0
 
 
 class CudaCopier:
@@ -62,9 +48,20 @@ class CudaCopier:
         self._streams: dict[tuple[int, bool], Any] = {}
         self._own = threading.local()  # events of a thread, by device
         self._lock = threading.Lock()
-        self._turns = {to_host: threading.Semaphore(N_TURNS) for to_host in (True, False)}
+        self._error = 0  # of the driver, for which its copies were given up
+        self._turns: dict[tuple[int, bool], threading.Semaphore] = {}
+        self._beside: ThreadPoolExecutor | None = (
+            None  # where a chunk has copies of several devices: all but one of them
+        )
         self._planes: dict[int, list[tuple[int, Plane, int]]] = {}
         self._groups: dict[tuple[int, int], list[dict[int, Planes]]] = {}
+
+    @property
+    def way(self) -> str:
+        """As Copier's."""
+        if self._error:
+            return f"asynchronous copies by cupy, one by one: the driver makes none by itself (error {self._error})"
+        return f"asynchronous copies by cupy, {'one by one' if self._driver is None else 'many in a call'}"
 
     def planes(self, seq_id: int) -> list[tuple[int, Plane, int]]:
         """Each plane of a sequence with the number of its CUDA device before it, and its offset in a block behind it."""
@@ -78,11 +75,12 @@ class CudaCopier:
         return known
 
     def groups(self, seq_id: int, n_blocks: int) -> list[dict[int, Planes]]:
-        """Neighbouring planes by device, of which so many blocks have about GROUP_BYTES."""
+        """Planes by device, of which so many blocks have about GROUP_BYTES: of each device its part, so that all links are
+        busy until the end."""
         known = self._groups.get((seq_id, n_blocks))
         if known is None:
             known, size = [], GROUP_BYTES
-            for device, plane, offset in self.planes(seq_id):
+            for device, plane, offset in spread(self.planes(seq_id)):
                 n_bytes = n_blocks * N_ROWS * plane.n_row_bytes
                 if size and size + n_bytes > GROUP_BYTES:
                     known.append({})
@@ -122,13 +120,35 @@ class CudaCopier:
         return made
 
     def copy_direct(self, seq_id: int, to_host: bool, group: dict[int, Planes], merged: Seq[Run]) -> None:
-        """Copy planes of page-locked blocks, and wait for that."""
-        with self._turns[to_host]:
-            events = []
-            for device, planes in group.items():
-                copies = [copy for plane, at in planes for run in merged for copy in copies_of(plane, at, run, to_host)]
-                with self.cupy.cuda.Device(device):
-                    events += self._begin(device, to_host, copies)
+        """Copy planes of page-locked blocks, those of each device at the same time, and wait for that."""
+        first, *others = group
+        waiting = []
+        if others:
+            pool = self._threads()
+            waiting = [pool.submit(self._copy_one, device, to_host, group[device], merged) for device in others]
+        try:
+            self._copy_one(first, to_host, group[first], merged)
+        finally:
+            wait(waiting)  # also after an error: whoever made the cut may write then
+        for one in waiting:
+            one.result()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._beside is None:
+                n_devices = len({plane.device for plane in self._cells.planes(0)})
+                n = 2 * N_TURNS * max(1, n_devices - 1)
+                self._beside = ThreadPoolExecutor(n, thread_name_prefix="llamamg-copy-beside")
+            return self._beside
+
+    def _copy_one(self, device: int, to_host: bool, planes: Planes, merged: Seq[Run]) -> None:
+        """What of it lies on one device."""
+        copies = [copy for plane, at in planes for run in merged for copy in copies_of(plane, at, run, to_host)]
+        with self._lock:
+            turn = self._turns.setdefault((device, to_host), threading.Semaphore(N_TURNS))
+        with turn:
+            with self.cupy.cuda.Device(device):
+                events = self._begin(device, to_host, copies)
             for event in events:
                 event.synchronize()
 
@@ -141,8 +161,7 @@ class CudaCopier:
             error = driver.run(to_host, copies, stream.ptr, [event.ptr for event in events])
             if not error:
                 return []
-            self._driver = None
-            log.warning("the driver makes no copies by itself (error %d): cupy makes them one by one", error)
+            self._give_up_driver(error)
         runtime, kind = self.cupy.cuda.runtime, D2H if to_host else H2D
         for c in copies:
             if c.height == 1:
@@ -153,6 +172,14 @@ class CudaCopier:
                 )
         events[0].record(stream)
         return events[:1]
+
+    def _give_up_driver(self, error: int) -> None:
+        """From now on cupy makes the copies; said once, though several threads may come here."""
+        with self._lock:
+            if self._driver is None:
+                return
+            self._driver, self._error = None, error
+        log.warning("copies go another way from now on: %s", self.way)
 
     def copy_bounced(self, seq_id: int, to_host: bool, pieces: Seq[Piece], limit: int) -> None:
         """Copy what of the pieces lies below `limit`, through page-locked memory."""
@@ -228,66 +255,3 @@ class CudaWork:
             n = min(limit - piece.pos, len(piece.cells))
             if piece.done is not None and n > 0:
                 piece.done(n)
-
-
-def merge(pieces: Seq[Piece], limit: int) -> list[Run]:
-    """The runs of cells below `limit`; whole blocks behind each other whose addresses are evenly spaced become one run."""
-    if (one := _one_run(pieces, limit)) is not None:
-        return [one]
-    merged: list[Run] = []
-    for piece in pieces:
-        for at, cell, n in runs(piece.cells[: max(0, limit - piece.pos)]):
-            run = Run(cell, n, piece.block, piece.row + at)
-            last = merged[-1] if merged else None
-            if last is not None and _follows(last, run):
-                merged[-1] = Run(last.cell, last.n, last.block, 0, last.n_blocks + 1, run.block - _end_block(last))
-            else:
-                merged.append(run)
-    return merged
-
-
-def _one_run(pieces: Seq[Piece], limit: int) -> Run | None:
-    """As merge, quickly, for the common case of whole blocks that are all one run."""
-    first, n = pieces[0], len(pieces)
-    pitch = pieces[1].block - first.block if n > 1 else 0
-    if pitch < 0 or (n > 1 and pitch == 0) or pieces[-1].pos + N_ROWS > limit:
-        return None
-    for i, piece in enumerate(pieces):
-        if piece.row or len(piece.cells) != N_ROWS or piece.block != first.block + i * pitch:
-            return None
-    cells = np.concatenate([piece.cells for piece in pieces])
-    if not (cells[1:] - cells[:-1] == 1).all():
-        return None
-    return Run(int(cells[0]), N_ROWS, first.block, 0, n, pitch)
-
-
-def _end_block(run: Run) -> int:
-    return run.block + run.pitch * (run.n_blocks - 1)
-
-
-def _follows(last: Run, run: Run) -> bool:
-    pitch = run.block - _end_block(last)
-    is_even = last.n_blocks == 1 or pitch == last.pitch
-    is_whole = last.n == run.n == N_ROWS and last.row == run.row == 0
-    return is_whole and pitch > 0 and is_even and run.cell == last.cell + N_ROWS * last.n_blocks
-
-
-def copies_of(plane: Plane, at: int, run: Run, to_host: bool) -> Iterator[Copy]:
-    """One plane of one run. Rows of a plane follow each other on the device over all blocks of the run."""
-    size = plane.n_bytes
-    if plane.n_columns == 1:
-        width = run.n * size
-        pitch = run.pitch if run.n_blocks > 1 else width
-        host, device = (run.block + at + run.row * size, pitch), (plane.data + run.cell * size, width)
-        yield _between(host, device, to_host, width, run.n_blocks)
-        return
-    # Transposed: a run of elements in every column.
-    for i in range(run.n_blocks):
-        host = (run.block + i * run.pitch + at + run.row * size, N_ROWS * size)
-        device = (plane.data + (run.cell + i * N_ROWS) * size, plane.n_cells * size)
-        yield _between(host, device, to_host, run.n * size, plane.n_columns)
-
-
-def _between(host: tuple[int, int], device: tuple[int, int], to_host: bool, width: int, height: int) -> Copy:
-    target, source = (host, device) if to_host else (device, host)
-    return Copy(target[0], source[0], target[1], source[1], width, height)

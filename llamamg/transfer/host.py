@@ -17,8 +17,9 @@ class HostCopier:
     name = "threads"
     n_blocks = 1
 
-    def __init__(self, cells: Cells, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, cells: Cells, chunk_bytes: int = CHUNK_BYTES, why: str = "") -> None:
         self._cells, self._chunk_bytes = cells, chunk_bytes
+        self.way = why or "copies by threads"
         self.state_chunk_bytes = chunk_bytes
 
     def works(self, seq_id: int, to_host: bool, pieces: Seq[Piece]) -> list[Work]:

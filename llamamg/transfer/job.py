@@ -52,6 +52,11 @@ class Copier(Protocol):
     """Makes works of pieces. `name` is shown to users."""
 
     name: str
+
+    @property
+    def way(self) -> str:
+        """In words, how it copies at the moment: a fault of a driver changes it."""
+
     n_blocks: int  # pieces of a work, where nothing cuts it short
     state_chunk_bytes: int  # of a state, copied at once
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from llamamg.abi import Abi
 from llamamg.blocks import Cells
+from llamamg.transfer.driver import DriverCopies
 from llamamg.transfer.host import HostCopier
 from llamamg.transfer.job import Copier
+from llamamg.transfer.trial import error_of
+from llamamg.transfer.ways import using
 
 
 def usable_cupy(devices: Iterable[str]) -> tuple[Any, str]:
@@ -27,28 +31,43 @@ def usable_cupy(devices: Iterable[str]) -> tuple[Any, str]:
     return (cupy, "") if n else (None, "cupy finds no CUDA device")
 
 
-def way_of(devices: Iterable[str]) -> str:
-    """In words, how a cache on these devices (names; none: main memory) is copied to the host and back."""
+def way_of(devices: Iterable[str], native: Abi | None = None) -> str:
+    """In words, how a cache on these devices (names; none: main memory) is copied to the host and back.
+
+    With `native` a page is copied from each device, since a driver may refuse what it should do.
+    """
     names = list(devices)
     if not names:
         return "by threads, in main memory"
     cupy, reason = usable_cupy(names)
-    if cupy is not None:
-        return "by cupy, asynchronously on streams of its own"
-    return f"by threads through the backend's own copies ({reason})"
+    if cupy is None:
+        return f"by threads through the backend's own copies ({reason})"
+    driver = DriverCopies.load(native)
+    if driver is None:
+        return "by cupy, asynchronously on streams of its own, one by one"
+    for name in sorted(names):
+        error = error_of(cupy, driver, int(name.removeprefix("CUDA")))
+        if error:
+            return (
+                f"by cupy, asynchronously on streams of its own, one by one: the driver makes none by itself ({error})"
+            )
+    return "by cupy, asynchronously on streams of its own, many in a call"
 
 
 def pick_copier(cells: Cells) -> tuple[Copier, str]:
-    """The way to copy, and a sentence that says why it is this one."""
+    """The way to copy, and a sentence that says why it is this one; `Copier.way` says it as it is later on."""
+    copier = _copier(cells)
+    using(copier)
+    return copier, copier.way
+
+
+def _copier(cells: Cells) -> Copier:
     devices = {plane.device for plane in cells.planes(0)}
     if devices <= {""}:
-        return HostCopier(cells), "the cache is in main memory"
+        return HostCopier(cells, why="the cache is in main memory")
     cupy, reason = usable_cupy(devices)
     if cupy is None:
-        return HostCopier(cells), f"the cache is on {', '.join(sorted(devices - {''}))}; no cupy: {reason}"
+        return HostCopier(cells, why=f"the cache is on {', '.join(sorted(devices - {''}))}; no cupy: {reason}")
     from llamamg.transfer.cuda import CudaCopier
-    from llamamg.transfer.driver import DriverCopies
 
-    driver = DriverCopies.load(getattr(cells, "native", None))
-    way = "cupy, many in a call" if driver is not None else "cupy"
-    return CudaCopier(cells, cupy, driver=driver), f"asynchronous copies by {way}"
+    return CudaCopier(cells, cupy, driver=DriverCopies.load(getattr(cells, "native", None)))

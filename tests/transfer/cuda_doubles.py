@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,16 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
         self.pinned: list[tuple[int, int]] = []
-        self.device = 0
+        self._own = threading.local()
+
+    @property
+    def device(self) -> int:
+        """The current one, which each thread has of its own."""
+        return getattr(self._own, "device", 0)
+
+    @device.setter
+    def device(self, index: int) -> None:
+        self._own.device = index
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
         self.calls.append(("1d", kind, stream))
@@ -79,10 +89,12 @@ class FakeCupy:
         self.cuda: Any = Cuda()
         self.cuda.Device, self.cuda.Stream, self.cuda.Event = Device, Stream, Event
         self.cuda.alloc_pinned_memory = self._allocate
+        self.cuda.alloc = self._allocate
 
     def _allocate(self, n: int) -> Any:
-        memory = np.zeros(n, np.uint8)
-        self.runtime.pinned.append((int(memory.ctypes.data), n))
+        memory: Any = type("Memory", (ctypes.c_uint8 * n,), {})()  # a buffer with an address, as cupy has it
+        memory.ptr = ctypes.addressof(memory)
+        self.runtime.pinned.append((memory.ptr, n))
         return memory
 
 
@@ -91,6 +103,7 @@ class DeviceCells:
 
     reason = ""
     n_cells = 2048
+    devices: tuple[str, ...] = ("CUDA0", "CUDA1", "CUDA0")
 
     def __init__(self) -> None:
         self.layout = BlockLayout(((1, 24, 1), (1, 16, 1), (1, 2, 5)))
@@ -101,7 +114,7 @@ class DeviceCells:
         return [
             Plane(int(memory.ctypes.data), n_bytes, self.n_cells, n_columns, device, kind)
             for memory, (kind, n_bytes, n_columns), device in zip(
-                self.memory, self.layout.planes, ("CUDA0", "CUDA1", "CUDA0"), strict=True
+                self.memory, self.layout.planes, self.devices, strict=True
             )
         ]
 

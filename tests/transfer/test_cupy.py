@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llamamg.blocks import N_ROWS
-from llamamg.transfer import Piece, Transfer, Workers, cuda
-from llamamg.transfer.cuda import CudaCopier, Run, merge
+from llamamg.blocks import N_ROWS, Plane
+from llamamg.server.metrics import EngineCollector
+from llamamg.testing import fake_engine
+from llamamg.transfer import Piece, Transfer, Workers, cuda, pick_copier
+from llamamg.transfer.cuda import CudaCopier
+from llamamg.transfer.driver import Copy, DriverCopies
+from llamamg.transfer.pick import way_of
+from llamamg.transfer.spans import Run, merge, spread
+from llamamg.transfer.ways import ways
 
 from .cuda_doubles import DeviceCells, Driver, FakeCupy, blocks, rows_of
 
@@ -206,3 +215,123 @@ def test_a_work_behind_a_cut_copies_nothing(device: Any) -> None:
     before = block.copy()
     work.copy(0, 100)
     np.testing.assert_array_equal(block, before)
+
+
+class Meeting(Driver):
+    """A driver whose copies on one device end when those on the other have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2)
+
+    def run(self, to_host: bool, copies: list[Copy], stream: int, events: list[int]) -> int:
+        self.barrier.wait(10)
+        return super().run(to_host, copies, stream, events)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_links_of_two_devices_are_busy_at_the_same_time(to_host: bool, workers: Workers) -> None:
+    cells, driver = DeviceCells(), Meeting()
+    copier = CudaCopier(cells, FakeCupy(), driver=driver)  # type: ignore[arg-type]
+    _slab, (block,) = blocks(1, cells.layout, pinned=copier.pinned)
+    transfer = Transfer(0, to_host)
+    piece = Piece(0, np.arange(N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)
+    workers.add(transfer, copier.works(0, to_host, [piece]))
+    transfer.seal()
+    assert transfer.wait(30)
+    assert transfer.error is None, "one device waited for the other"
+    assert driver.n_calls == 2
+
+
+def test_layers_split_over_devices_are_copied_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers on each: every chunk has some of both, and no more bytes than one of a single device."""
+    layers = [(0, Plane(0, 10, 256, 1, "CUDA0", 1), at) for at in range(8)]
+    layers += [(1, Plane(0, 30, 256, 1, "CUDA1", 1), 8 + at) for at in range(4)]
+    mixed = spread(layers)
+    assert sorted(at for *_, at in mixed) == list(range(12))
+    for half in (mixed[:6], mixed[6:]):
+        assert [device for device, *_ in half].count(0) == 4
+    for device in (0, 1):
+        order = [at for at_device, _, at in mixed if at_device == device]
+        assert order == sorted(order), "planes of a device stay in their order"
+    monkeypatch.setattr(cuda, "GROUP_BYTES", N_ROWS * 100)
+    copier = CudaCopier(DeviceCells(), FakeCupy())
+    copier._planes[0] = layers
+    groups = copier.groups(0, 1)
+    assert len(groups) == 2
+    assert all(set(group) == {0, 1} for group in groups)
+    sizes = [sum(plane.n_row_bytes for planes in group.values() for plane, _ in planes) for group in groups]
+    assert sum(sizes) == 200
+    assert max(sizes) <= 100
+
+
+def test_one_device_needs_no_other_thread(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceCells, "devices", ("CUDA0",) * 3)
+    cells = DeviceCells()
+    copier = CudaCopier(cells, FakeCupy(), driver=Driver())  # type: ignore[arg-type]
+    _slab, (block,) = blocks(1, cells.layout, pinned=copier.pinned)
+    (work,) = copier.works(0, True, [Piece(0, np.arange(N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)])
+    n_threads = threading.active_count()
+    work.copy(0, N_ROWS)
+    assert threading.active_count() == n_threads
+    np.testing.assert_array_equal(rows_of(block, N_ROWS)[0], cells.expected(np.arange(N_ROWS))[0])
+
+
+def test_a_fault_on_one_device_waits_for_the_copies_of_the_other() -> None:
+    class Half(Driver):
+        """Fails on CUDA0; CUDA1 takes its time."""
+
+        ended = False
+
+        def run(self, to_host: bool, copies: list[Copy], stream: int, events: list[int]) -> int:
+            if stream % 1000 == 0:
+                raise OSError("gone")
+            time.sleep(0.1)
+            Half.ended = True
+            return super().run(to_host, copies, stream, events)
+
+    cells = DeviceCells()
+    copier = CudaCopier(cells, FakeCupy(), driver=Half())  # type: ignore[arg-type]
+    _slab, (block,) = blocks(1, cells.layout, pinned=copier.pinned)
+    (work,) = copier.works(0, True, [Piece(0, np.arange(N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)])
+    with pytest.raises(OSError, match="gone"):
+        work.copy(0, N_ROWS)
+    assert Half.ended, "a copy was on its way after the chunk"
+
+
+def test_a_fault_of_the_driver_changes_what_is_said(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in the log, though two devices meet it at the same time, and from then on in every report."""
+    cells, cupy, driver = DeviceCells(), FakeCupy(), Meeting()
+    cupy.runtime.getDeviceCount = lambda: 2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(DriverCopies, "load", staticmethod(lambda mg: driver))
+    copier, why = pick_copier(cells)  # type: ignore[arg-type]
+    assert why == copier.way == "asynchronous copies by cupy, many in a call"
+    assert ways()[why] == 1
+    driver.error = 700
+    assert isinstance(copier, CudaCopier)
+    _slab, (block,) = blocks(1, cells.layout, pinned=copier.pinned)
+    where = np.arange(N_ROWS, dtype=np.int32)
+    for _ in range(2):
+        (work,) = copier.works(0, True, [Piece(0, where, int(block.ctypes.data), 0)])
+        work.copy(0, N_ROWS)
+    np.testing.assert_array_equal(rows_of(block, N_ROWS)[1], cells.expected(where)[1])
+    assert "one by one" in copier.way
+    assert "error 700" in copier.way
+    assert why not in ways()
+    assert ways()[copier.way] == 1
+    assert sum("another way" in record.message for record in caplog.records) == 1
+    metrics = {metric.name: metric for metric in EngineCollector(fake_engine()[0]).collect()}
+    said = {sample.labels["way"]: sample.value for sample in metrics["llamamg:copiers"].samples}
+    assert said == dict(ways())
+
+
+@pytest.mark.parametrize(("error", "words"), [(0, "many in a call"), (201, "(error 201)")])
+def test_doctor_tries_the_driver(monkeypatch: pytest.MonkeyPatch, error: int, words: str) -> None:
+    cupy, driver = FakeCupy(), Driver(error)
+    cupy.runtime.getDeviceCount = lambda: 2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(DriverCopies, "load", staticmethod(lambda mg: driver))
+    assert words in way_of(["CUDA0", "CUDA1"])
+    assert driver.n_calls == (1 if error else 2)
+    assert ("one by one" in way_of(["CUDA0"])) is bool(error)

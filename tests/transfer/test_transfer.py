@@ -194,7 +194,7 @@ def test_the_way_is_said(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     assert "pip install" in why
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     cupy.runtime.getDeviceCount = lambda: 2
-    assert way_of(["CUDA0", "CUDA1"]) == "by cupy, asynchronously on streams of its own"
+    assert way_of(["CUDA0", "CUDA1"]) == "by cupy, asynchronously on streams of its own, one by one"
     assert pick_copier(cells)[0].name == "cupy"
     cupy.runtime.getDeviceCount = lambda: 0
     assert "no CUDA device" in way_of(["CUDA0"])
