@@ -19,7 +19,7 @@ from llamamg.errors import BatchError, KVFull
 from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.model import ModelInfo
-from llamamg.plugins import PluginSet
+from llamamg.plugins import PluginError, PluginSet
 from llamamg.recovery import Recovery
 from llamamg.request import Event, Failed, Request
 from llamamg.runner import Done, Runner
@@ -283,7 +283,8 @@ class Engine:
         except BaseException as error:
             self.error = error
             self._fail_all(Failed(500, "server_error", f"the engine stopped: {error!r}"))
-            raise
+            if not isinstance(error, PluginError):  # a sentence for whoever started it, no bug
+                raise
         finally:
             self.plugins.stop()
             self._end()

@@ -88,6 +88,7 @@ def engine_start(engine: Engine) -> None:
     When: once per plugin, before its first per-request or per-step hook.
     Thread: engine.
     Must not: submit batches.
+    Raise: as in `configure`, for what only the context shows. Then `engine_stop` is not called.
     """
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llamamg import (
     Batch,
@@ -74,6 +74,7 @@ class AsyncCache:
         self._way = ""  # how copies are made, for `note`
         self._tree: Tree | None = None  # None: nothing can be copied here
         self._waits = False
+        self._asked: list[str] = []  # options that were given and say that something is to be kept
         self._disk: Disk | None = None
         self._lock: FolderLock | None = None  # of the folder
         self._restorer: Restorer | None = None
@@ -87,6 +88,8 @@ class AsyncCache:
     def configure(self, config: Config) -> None:
         """Nothing to do without memory to keep things in, or without prompts to reuse."""
         self._unlock_folder()
+        given = config.plugins.options.get("async-cache", {})
+        self._asked = [f"--cache-{name}" for name in ("ram", "disk") if given.get(name)]
         if self.ram == 0 and self.disk:
             raise PluginError("--cache-disk needs main memory too, through which all passes: --cache-ram is 0")
         if self.ram == 0:
@@ -98,6 +101,13 @@ class AsyncCache:
         # Shifting a sequence rewrites the rows of all others in its stream, in the next decode.
         self._waits = config.generation.context_shift
 
+    def _refuse(self, why: str) -> NoReturn:
+        """What was asked for is an error; what is on by itself does without."""
+        why = f"the memory of this model cannot be copied ({why})"
+        if self._asked:
+            raise PluginError(f"nothing can be kept as {' and '.join(self._asked)} asks for: {why}; leave that out")
+        raise Unavailable(why)
+
     def _unlock_folder(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -108,9 +118,8 @@ class AsyncCache:
         """Take the memory and start the threads."""
         cells: Cells | None = engine.cells
         if cells is None or cells.reason:
-            why = cells.reason if cells is not None else "this native build is too old, run `llamamg build`"
-            self._way = f"keeps nothing: the memory of this model cannot be copied ({why})"
-            return
+            self._unlock_folder()
+            self._refuse(cells.reason if cells is not None else "this native build is too old, run `llamamg build`")
         self._engine, self._kv = engine, engine.kv
         copier, why = pick_copier(cells)
         self._way = f"{copier.name}: {why}"

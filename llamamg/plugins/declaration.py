@@ -20,7 +20,7 @@ class PluginError(Exception):
 
 
 class Unavailable(Exception):
-    """Raised by `configure`: the plugin does not apply here, and why."""
+    """Raised by `configure` or `engine_start`: the plugin does not apply here, and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class PluginSet:
         self._manager: pluggy.PluginManager = new_manager()
         self._full: Config | None = None
         self._devices: Seq[Any] = ()
+        self._named: frozenset[str] = frozenset()  # enabled by name, so that they must be on
         self._engine: Engine | None = None
 
     @classmethod
@@ -62,6 +63,7 @@ class PluginSet:
         """
         selection = select(self.config, self._found)
         self.warnings += selection.warnings
+        self._named = frozenset(selection.named)
         self._full, self._devices = config, devices
         for name, member in self._members.items():
             if member.found.broken is None and (member.found.shipped or name in selection.order):
@@ -70,7 +72,7 @@ class PluginSet:
                 member.parse(self.config.options[name])  # a wrong value is an error now, not at a later toggle
             member.reason = selection.left_out.get(name)
         for name in selection.order:
-            self._configure_one(name, self._members[name], named=name in selection.named)
+            self._configure_one(name, self._members[name], named=name in self._named)
         self.native_switches()
         self._recompile()
         return self._full
@@ -87,7 +89,7 @@ class PluginSet:
             changed = self._call(member, "configure", config=self._full, devices=self._devices)
         except Unavailable as error:
             if named:
-                raise PluginError(f"{name} cannot be enabled here: {error}; start without --enable {name}") from error
+                raise _refused(name, error) from error
             member.reason = str(error)
             return
         except PluginError:
@@ -104,12 +106,22 @@ class PluginSet:
         member.configured = member.enabled = True
 
     def start(self, engine: Engine) -> None:
-        """Start the enabled plugins, take their metrics and routes; on the engine thread, before the first step."""
+        """Start the enabled plugins, take their metrics and routes; on the engine thread, before the first step.
+
+        Raises PluginError with a sentence: a named plugin does not apply, or an option asks for what cannot be.
+        """
         self._engine = engine
         for name, member in list(self._members.items()):
             if member.enabled:
                 try:
                     self._start_one(member)
+                except Unavailable as error:
+                    if name in self._named:
+                        raise _refused(name, error) from error
+                    member.reason = str(error)
+                    self._switch_off(name, f"requires {name}, which does not apply here")
+                except PluginError:
+                    raise
                 except Exception as error:
                     self.quarantine(name, error, "start")
 
@@ -204,17 +216,9 @@ class PluginSet:
             raise ValueError(f"{function!r} belongs to no plugin") from error
         member = self._members[name]
         reason = f"{hook}: {text_of(error)}" if hook else text_of(error)
-        member.enabled, member.quarantined = False, reason
+        member.quarantined = reason
         log.error("plugin %s is off: %s", name, reason, exc_info=error)
-        for other in self._on():
-            if name in declaration_of(other, self._found).requires:
-                self._members[other].enabled = False
-                self._members[other].reason = f"requires {name}, which was switched off by an error"
-        self._recompile()
-        try:
-            self._switch()
-        except PluginError as refusal:
-            log.error("the native switches of plugin %s stay as they are: %s", name, refusal)
+        self._switch_off(name, f"requires {name}, which was switched off by an error")
         for told in self.hooks.plugin_quarantined:
             try:
                 told(name, reason)
@@ -274,6 +278,19 @@ class PluginSet:
 
     # ---- inside
 
+    def _switch_off(self, name: str, reason_of_others: str) -> None:
+        """A plugin cannot go on, nor can those that require it."""
+        self._members[name].enabled = False
+        for other in self._on():
+            if name in declaration_of(other, self._found).requires:
+                self._members[other].enabled = False
+                self._members[other].reason = reason_of_others
+        self._recompile()
+        try:
+            self._switch()
+        except PluginError as refusal:
+            log.error("the native switches of plugin %s stay as they are: %s", name, refusal)
+
     def _instantiate(self, member: Member) -> None:
         member.instantiate(self.config.options.get(member.name, {}))
         self._manager.register(member.instance, member.name)
@@ -305,3 +322,7 @@ class PluginSet:
     def _switch(self) -> None:
         if self.apply_switches is not None:
             self.apply_switches(self.native_switches())
+
+
+def _refused(name: str, error: Unavailable) -> PluginError:
+    return PluginError(f"{name} cannot be enabled here: {error}; start without --enable {name}")

@@ -17,6 +17,7 @@ import uvicorn
 
 from llamamg.config import Config, ServerConfig
 from llamamg.errors import LoadError
+from llamamg.plugins import PluginError
 from llamamg.server.app import App, build_app
 
 GRACE_S = 4.0  # running answers get this long after the first signal; with what follows it stays within 5 s
@@ -168,6 +169,15 @@ class Runner:
         self.app.service.attach(engine, info)
         engine.start()
         self.app.service.warm_parser()
+        loop = asyncio.get_running_loop()
+        engine.call(lambda _: None).add_done_callback(lambda _: loop.call_soon_threadsafe(self._started, loop))
+
+    def _started(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The engine has begun, or a plugin has refused to."""
+        error = self._engine.error
+        if error is not None:
+            self._say_and_stop(loop, str(error) if isinstance(error, PluginError) else f"the engine stopped: {error!r}")
+            return
         prefix = self.config.server.api_prefix.rstrip("/")
         body = '{"messages":[{"role":"user","content":"Hello!"}],"stream":true}'
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.server.api_keys else ""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from cache_server import Server, alone, talk
 
-from llamamg import FinishReason, Sequence, Transfer
-from llamamg.testing import ask
+from llamamg import FinishReason, PluginError, Sequence, Transfer
+from llamamg.plugins.testing import config as a_config
+from llamamg.plugins.testing import unconfigured
+from llamamg.request import Finished
+from llamamg.statefile import FolderLock
+from llamamg.testing import ask, fake_engine, run
+from llamamg_plugins.async_cache import AsyncCache
 from llamamg_plugins.async_cache_save import Save, _Part
 
 
@@ -95,3 +105,44 @@ def test_a_save_that_fails_is_counted_and_costs_nothing_else(serve: Callable[...
     server.run(ask(talk(600, 3), n_predict=2))
     assert server.run(request) == [alone(talk(600, 1) + talk(9, 2), 2)]
     assert server.n_cached(request) == 0
+
+
+ASKED = {
+    "--cache-ram": {"ram": "100"},
+    "--cache-ram and --cache-disk": {"ram": "100", "disk": "DISK"},
+    "--cache-disk": {"disk": "DISK"},
+}
+
+
+@pytest.mark.parametrize("asked", ["", *ASKED])
+@pytest.mark.parametrize("reason", ["nobody knows its layout", ""], ids=["no way", "an old build"])
+def test_memory_that_cannot_be_copied(tmp_path: Path, asked: str, reason: str) -> None:
+    """What is on by itself does without; what was asked for is an error that says what to leave out."""
+    given = {name: value.replace("DISK", str(tmp_path)) for name, value in ASKED.get(asked, {}).items()}
+    plugins = unconfigured(shipped=(AsyncCache,), options={"async-cache": given})
+    config = replace(a_config(), plugins=plugins.config)
+    plugins.configure(config)
+    engine, _, events = fake_engine(plugins=plugins)
+    engine.cells = replace_reason(engine.cells, reason)
+    why = f"cannot be copied .{reason or 'this native build is too old, run `llamamg build`'}."
+    if asked:
+        with pytest.raises(PluginError, match=f"nothing can be kept as {asked} asks for: .* {why}; leave that out"):
+            plugins.start(engine)
+    else:
+        plugins.start(engine)
+        assert plugins.enabled() == []
+        assert re.search(why, plugins.views()[0].reason or "")
+        request = ask("hello", n_predict=2)
+        engine.submit(request)
+        run(engine)
+        assert any(isinstance(event, Finished) for _, event in events)
+    plugins.stop()
+    FolderLock(tmp_path).release()  # nobody has it
+
+
+def replace_reason(cells: Any, reason: str) -> Any:
+    """These cells, as cells that cannot be copied for that reason; none when there is no way to ask."""
+    if not reason:
+        return None
+    cells.reason = reason
+    return cells

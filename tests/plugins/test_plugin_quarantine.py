@@ -10,7 +10,9 @@ import pytest
 
 from llamamg.hookcalls import HookCalls
 from llamamg.hooks import ARGUMENTS, COMPILED
-from llamamg.plugins import PluginError
+from llamamg.plugins import PluginError, Unavailable
+from llamamg.request import Failed
+from llamamg.testing import ask, fake_engine
 
 ENGINE = SimpleNamespace(slots=[])
 
@@ -40,6 +42,48 @@ def test_raising_while_the_engine_starts(make: Any, hook: str) -> None:
     plugins.start(ENGINE)
     assert plugins.enabled() == ["b"]
     assert plugins.views()[0].quarantined == "start: RuntimeError: boom"
+
+
+def unavailable(self: Any, engine: Any) -> None:
+    raise Unavailable("this context has no such thing")
+
+
+def test_what_does_not_apply_to_the_context_stays_off_with_what_requires_it(make: Any) -> None:
+    stopped: list[str] = []
+    stop = {"engine_stop": lambda self: stopped.append("a"), "idle": lambda self: True}
+    a = make.plugin("a", {"engine_start": unavailable, **stop})
+    plugins = make.unconfigured(shipped=(a, make.plugin("b", requires=("a",)), make.plugin("c")))
+    plugins.configure(make.config())
+    plugins.start(ENGINE)
+    assert plugins.enabled() == ["c"]
+    first, second, _ = plugins.views()
+    assert (first.reason, first.quarantined) == ("this context has no such thing", None)
+    assert second.reason == "requires a, which does not apply here"
+    assert not plugins.hooks.idle
+    with pytest.raises(PluginError, match="a cannot be enabled here: this context has no such thing"):
+        plugins.toggle("a", True)
+    plugins.stop()
+    assert stopped == []
+
+
+def test_what_was_enabled_by_name_and_does_not_apply_is_an_error(make: Any) -> None:
+    plugins = make.on(make.plugin("a", {"engine_start": unavailable}))
+    with pytest.raises(PluginError, match="no such thing; start without --enable a"):
+        plugins.start(ENGINE)
+
+
+def test_an_engine_whose_plugin_refuses_to_start_says_so_without_a_traceback(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins = make.on(make.plugin("a", {"engine_start": unavailable}))
+    engine, _, events = fake_engine(plugins=plugins)
+    request = ask("hello")
+    engine.submit(request)
+    engine.start()
+    engine.stop(10)
+    assert isinstance(engine.error, PluginError)
+    assert [(id_, type(event)) for id_, event in events] == [(request.id, Failed)]
+    assert capsys.readouterr().err == ""
 
 
 def test_raising_in_engine_stop_does_not_keep_others_from_stopping(make: Any) -> None:

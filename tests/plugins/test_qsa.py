@@ -17,7 +17,7 @@ from llamamg.config import Config, ContextConfig, ModelConfig, PluginsConfig
 from llamamg.engine import Engine
 from llamamg.library import Library
 from llamamg.loading import load
-from llamamg.plugins import PluginError, PluginSet, PluginView
+from llamamg.plugins import PluginError, PluginSet, PluginView, discover
 from llamamg.request import Finished, Request, SamplingParams
 from llamamg_plugins.qsa import Qsa
 
@@ -213,10 +213,15 @@ def test_without_raw_keys_the_toggle_is_gone(engine: Callable[..., Engine], libr
 def test_without_raw_keys_prompts_that_left_their_slot_are_computed_again(engine: Callable[..., Engine]) -> None:
     """The cache copies rows of cells, and pooled keys are not among them: it has to keep nothing."""
     options = {"qsa": {"drop-raw-keys": "on"}}
-    made = engine(PluginsConfig(enable=("qsa", "async-cache"), only=True, options=options))
+    names = ("qsa", "async-cache")
+    made = engine(PluginsConfig(disable=tuple(name for name in discover() if name not in names), options=options))
     made.plugins.start(made)
     wanted = [answer(made, seed, cache_prompt=True) for seed in (1, 2, 3)]
     assert [answer(made, seed, cache_prompt=True) for seed in (1, 2, 3)] == wanted
-    note = next(view.note for view in made.plugins.views() if view.name == "async-cache")
-    assert "keeps nothing" in note
-    assert "leave out --qsa-drop-raw-keys" in note
+    assert made.plugins.enabled() == ["qsa"]
+    reason = next(view.reason for view in made.plugins.views() if view.name == "async-cache")
+    assert reason is not None
+    assert "the memory of this model cannot be copied" in reason
+    assert "leave out --qsa-drop-raw-keys" in reason
+    with pytest.raises(PluginError, match="async-cache cannot be enabled here"):
+        made.plugins.toggle("async-cache", True)

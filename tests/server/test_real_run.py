@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 
 from llamamg import paths
 
-COMMON = ["-t", "1", "-c", "512", "-np", "2", "--enable", "none"]
+COMMON = ["-t", "1", "-c", "512", "-np", "2"]
 FOREVER = {"prompt": "Once upon a time", "n_predict": 100000, "ignore_eos": True, "stream": True}
 
 
@@ -32,7 +33,7 @@ def free_port() -> int:
 class Program:
     """`llamamg serve` with a model, on a free port."""
 
-    def __init__(self, model: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, model: Path, *arguments: str, port: int | None = None, enable: str = "none") -> None:
         self.port = port or free_port()
         command = [
             sys.executable,
@@ -44,6 +45,8 @@ class Program:
             "--port",
             str(self.port),
             *COMMON,
+            "--enable",
+            enable,
             *arguments,
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -224,3 +227,26 @@ def test_an_rpc_server_that_is_silent_does_not_keep_the_program(
         _, err = program.process.communicate(timeout=120)
     assert program.process.returncode == 0
     assert "still computes and is not waited for" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--cache-disk", "DISK"], "nothing can be kept as --cache-disk asks for: .*; leave that out"),
+        (["--cache-ram", "100"], "nothing can be kept as --cache-ram asks for: .*; leave that out"),
+        ([], "async-cache cannot be enabled here: .*; start without --enable async-cache"),
+    ],
+)
+def test_what_a_plugin_cannot_do_with_this_model_is_said_and_ends_the_program(
+    library: object, micro_model: Path, tmp_path: Path, programs: list[Program], asked: list[str], words: str
+) -> None:
+    asked = [str(tmp_path) if word == "DISK" else word for word in asked]
+    program = Program(
+        micro_model, "--qsa-drop-raw-keys", "on", "--no-kv-unified", *asked, enable="only:qsa,async-cache"
+    )
+    programs.append(program)
+    status, out, err = program.end()
+    assert status == 1
+    assert re.search(f"llamamg: error: {words}", err)
+    assert "ready" not in out
+    assert "Traceback" not in err
