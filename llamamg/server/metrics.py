@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llamamg.kept import resident_bytes
+from llamamg.kept import KeptState, resident_bytes
 from llamamg.server.contract import EngineLike
 from llamamg.transfer.ways import ways
 
@@ -86,6 +86,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("llamamg:checkpoints", "Recurrent states (or SWA windows) kept for slots", len(kept))
         text = "Main memory of these; those on a device are not in it"
         yield GaugeMetricFamily("llamamg:checkpoint_bytes", text, in_memory)
+        largest = max((data.n_bytes if isinstance(data, KeptState) else data.nbytes for data in kept), default=0)
+        yield GaugeMetricFamily("llamamg:checkpoint_largest_bytes", "The largest of these, wherever it is", largest)
 
     def _plugins(self) -> Iterator[Metric]:
         effect = CounterMetricFamily("llamamg:plugin_effect", "What a plugin did, in its own unit", labels=["plugin"])

@@ -30,4 +30,4 @@ def test_only_what_is_in_main_memory_takes_main_memory() -> None:
     checkpoints = [Checkpoint(1, 0, 0, 0, data) for data in held]
     engine: Any = SimpleNamespace(slots=[SimpleNamespace(checkpoints=checkpoints), SimpleNamespace(checkpoints=[])])
     found = {metric.name: metric.samples[0].value for metric in EngineCollector(engine)._checkpoints()}
-    assert found == {"llamamg:checkpoints": 4, "llamamg:checkpoint_bytes": 110}
+    assert found == {"llamamg:checkpoints": 4, "llamamg:checkpoint_bytes": 110, "llamamg:checkpoint_largest_bytes": 100}
