@@ -6,6 +6,7 @@ A file whose beginning lies in other files is of no use without them: when one g
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -38,6 +39,7 @@ from llamamg_plugins.async_cache_tree import Tree
 from llamamg_plugins.async_cache_writer import DiskThread
 
 log = logging.getLogger(__name__)
+SAY_S = 3.0  # between two words about a start that takes long
 
 
 class Disk:
@@ -50,7 +52,8 @@ class Disk:
         self._folder, self._n_bytes_max, self._tree = folder, n_bytes_max, tree
         self._identity, self._planes, self._model = identity, planes, model
         self.entries: OrderedDict[Entry, None] = OrderedDict()  # the one used last at the end
-        self.n_bytes = self.n_written = self.n_evicted = self.n_bad = 0
+        self.n_bytes = self.n_written = self.n_evicted = self.n_bad = self.n_unwritten = 0
+        self._is_failing = False  # the last file could not be written
         self._files = OpenFiles(identity, planes)
         self._thread = DiskThread(ended)
 
@@ -61,7 +64,11 @@ class Disk:
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
         found, n_unread, t_used = [], 0, {}
-        for path in sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name)):
+        paths, t_said = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name)), time.monotonic()
+        for i, path in enumerate(paths):
+            if time.monotonic() > t_said + SAY_S:
+                log.warning("%s: %d of %d files looked at", self._folder, i, len(paths))
+                t_said = time.monotonic()
             try:
                 status = path.stat()
                 entry = Entry(path, status.st_size)
@@ -166,7 +173,7 @@ class Disk:
             if error is None:
                 self._written(entry, path, first, sizes, states)
             elif not self._thread.is_stopping:
-                log.warning("a prompt could not be kept in %s: %s", self._folder, error)
+                self._unwritten(entry, error)
 
         self._thread.queue(job, then)
 
@@ -174,6 +181,7 @@ class Disk:
         self, entry: Entry, path: list[Node], first: int, sizes: list[int], states: list[tuple[Node, State]]
     ) -> None:
         self.n_written += entry.n_bytes
+        self._is_failing = False
         if first and path[first - 1].stored is None:  # that could not be written, or went since
             self._delete(entry)
             return
@@ -189,6 +197,18 @@ class Disk:
         self._account(entry)
         self._use(path)
         self._shrink()
+
+    def _unwritten(self, entry: Entry, error: Exception) -> None:
+        self.n_unwritten += 1
+        if not self._is_failing:
+            log.warning("a prompt could not be kept in %s: %s (said once until it can be again)", self._folder, error)
+        self._is_failing = True
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._n_bytes_max = max(0, self.n_bytes - entry.n_bytes)  # so much is free when the next file comes
+            log.warning(
+                "%s may have %.3f GB until the next start: the disk is full", self._folder, self._n_bytes_max / 1e9
+            )
+            self._shrink()
 
     def drain(self) -> None:
         """Take note of what was written."""

@@ -34,6 +34,12 @@ def counts(tree: Tree, saver: Saver, restorer: Restorer, kept: KeptStates, disk:
     yield "device_bytes", "Memory on devices in use for states", kept.n_bytes, False
     if disk is not None:
         yield "disk_written_bytes", "Bytes written to the folder", disk.n_written, True
+        yield (
+            "disk_unwritten_files",
+            "Files that could not be written, as when the disk is full",
+            disk.n_unwritten,
+            True,
+        )
         yield "disk_read_bytes", "Bytes read from the folder", disk.n_read, True
         yield "disk_evicted_files", "Files deleted to make room", disk.n_evicted, True
         yield "disk_bad_files", "Files deleted because they were damaged", disk.n_bad, True

@@ -220,6 +220,47 @@ def test_two_threads_that_open_a_file_at_once(folder: Folder, monkeypatch: pytes
     assert folder.disk.n_read == 2 * N_BLOCK
 
 
+def test_a_disk_that_is_smaller_than_the_limit(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oldest files make room for the next ones, once and for all."""
+    sync = os.fsync
+
+    def full(handle: int) -> None:
+        if sum(path.stat().st_size for path in folder.disk._folder.iterdir()) > 40_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    saved = [chain(folder, 4, seed) for seed in range(9)]
+    for path in saved:
+        folder.disk.write(path)
+        folder.settle()
+        if folder.disk._is_failing:
+            folder.disk.write(path)
+            folder.settle()
+    assert [path[0].stored is not None for path in saved] == 6 * [False] + 3 * [True]
+    assert folder.disk.n_bytes == sum(path.stat().st_size for path in folder.disk._folder.iterdir()) <= 40_000
+    assert (folder.disk.n_unwritten, folder.disk.n_evicted) == (1, 6)
+    assert caplog.text.count("could not be kept") == caplog.text.count("until the next start: the disk is full") == 1
+    monkeypatch.setattr(os, "fsync", lambda handle: full(handle) or (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    for seed in range(10, 13):
+        folder.disk.write(chain(folder, 1, seed))
+        folder.settle()
+    assert (folder.disk.n_unwritten, caplog.text.count("could not be kept")) == (4, 2)
+
+
+def test_a_start_that_takes_long_says_how_far_it_is(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in range(3):
+        folder.disk.write(chain(folder, 1, seed))
+    folder.settle()
+    monkeypatch.setattr(async_cache_disk, "SAY_S", -1.0)
+    Folder(folder.disk._folder).disk.stop()
+    assert "2 of 3 files looked at" in caplog.text
+
+
 @pytest.mark.parametrize(("code", "stays"), [(errno.EMFILE, True), (errno.ENOMEM, True), (errno.EIO, False)])
 def test_a_file_that_cannot_be_read_just_now_is_not_deleted(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, code: int, stays: bool
