@@ -203,8 +203,9 @@ class Disk:
         if not self._is_failing:
             log.warning("a prompt could not be kept in %s: %s (said once until it can be again)", self._folder, error)
         self._is_failing = True
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._n_bytes_max = max(0, self.n_bytes - entry.n_bytes)  # so much is free when the next file comes
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and self.n_bytes > entry.n_bytes:
+            self._n_bytes_max = self.n_bytes - entry.n_bytes  # so much is free when the next file comes
             log.warning(
                 "%s may have %.3f GB until the next start: the disk is full", self._folder, self._n_bytes_max / 1e9
             )
