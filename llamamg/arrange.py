@@ -36,14 +36,16 @@ class Arranger:
         self._lazy: set[int] = set()  # contexts whose next decode copies cells
         self.changing: Callable[[Slot], None] = lambda slot: None  # told before what a slot holds goes elsewhere
 
-    def arrange(self, state: StepState) -> None:
-        """Ask the plugins and move. `state.slots` are those of one context."""
+    def arrange(self, state: StepState) -> bool:
+        """Ask the plugins and move. `state.slots` are those of one context. Whether a plugin wants to be asked again."""
 
         def complaint(moves: list[tuple[int, int]]) -> str | None:
             return _complaint(moves, state.slots)
 
-        for source, target in self._calls.first("arrange_slots", state, check=complaint) or ():
+        moves = self._calls.first("arrange_slots", state, check=complaint)
+        for source, target in moves or ():
             self._move(self._at(source), self._at(target))
+        return moves is not None and not moves
 
     def is_settled(self, context: int) -> bool:
         """Whether no move within a context waits for its next decode."""

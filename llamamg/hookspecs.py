@@ -240,7 +240,8 @@ def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
     decode groups, for each group by itself: `state.slots` are those that are there.
     Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence
     with its cells, recurrent state and checkpoints goes to the idle id; what the idle id held goes the other way if it
-    is small enough to copy within a step, else it is given up. Slot numbers shown to clients stay. Default: no move.
+    is small enough to copy within a step, else it is given up. Slot numbers shown to clients stay. An empty list: no move
+    now, and the hook is called again before the next step; None: not until the next change. Default: no move.
     Must not: name an id twice as a destination, or a destination that is busy when its turn comes.
     """
 

@@ -17,7 +17,7 @@ Show = Callable[[StepState, Seq[int]], None]
 
 
 class Placing:
-    """Remembers which contexts changed, and asks once for each change. Runs on the engine thread."""
+    """Remembers which contexts changed, and asks once for each change, or until a plugin has decided. Runs on the engine thread."""
 
     def __init__(
         self,
@@ -33,12 +33,13 @@ class Placing:
         self._layout, self._show = layout, show
         self._undrafted = undrafted  # contexts in which nobody may draft in the next step
         self._changed: set[int] = set()  # contexts whose set of busy slots is another one
+        self._undecided: set[int] = set()  # contexts in which nothing changed, but a plugin wants to be asked again
         self._unbalanced = False
 
     @property
     def due(self) -> bool:
         """Whether there is anything to ask."""
-        return bool(self._changed)
+        return bool(self._changed or self._undecided)
 
     def note(self, slot: Slot) -> None:
         """A sequence began, ended or moved there."""
@@ -55,21 +56,24 @@ class Placing:
         self._unbalanced = False
         if not hooks.arrange_slots:
             self._changed.clear()
+            self._undecided.clear()
             return
-        for context in self._changed.intersection(free):
+        for context in (self._changed | self._undecided).intersection(free):
             if self._layout.n_contexts > 1 and self._moves.involved(context):
                 continue  # asked again when they are through
             here = [slot for slot in self._slots if slot.context == context]
             going_back = [slot.sequence for slot in here if slot.sequence is not None and slot.sequence.goes_back]
             if going_back:
-                if any(sequence.state is SequenceState.DECODE for sequence in going_back):
+                if context in self._changed and any(s.state is SequenceState.DECODE for s in going_back):
                     self._undrafted.add(context)  # so that in the next step nobody does
                 continue
             if self._layout.n_contexts > 1:
                 self._show(state, (context,))
                 state.slots = here
             self._changed.discard(context)
-            self._arranger.arrange(state)
+            self._undecided.discard(context)
+            if self._arranger.arrange(state):
+                self._undecided.add(context)
             state.slots = self._slots
             for sequences in (state.decoding, state.prefilling):
                 sequences.sort(key=by_seq_id)  # the moves changed their ids

@@ -1,22 +1,25 @@
 """Keep busy slots on consecutive sequence ids, so that one step of all of them is one ubatch.
 
 With a KV cache of one stream per slot, llama.cpp gathers sequences into a ubatch only while their ids follow each
-other: busy ids 0, 2, 4 take three passes through the model, 0, 1, 2 take one.
+other: busy ids 0, 2, 4 take three passes through the model, 0, 1, 2 take one. Where one pass is not the faster way, as
+with plain models on few cores of a CPU, the ids stay as they are; the times of the steps so far say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from llamamg import Config, Guard, Request, Slot, StepState, Unavailable, hookimpl, plugin
+from llamamg import Batch, Config, Guard, Options, Request, Slot, StepState, Unavailable, hookimpl, plugin
+from llamamg_plugins.pass_times import PassTimes, runs_of
+
+PATIENCE = 16  # steps to wait for times before it is tried
 
 
 @plugin(
     name="seq-compact",
     summary="moves and places sequences so that busy slots have consecutive sequence ids",
     helps="several sessions that end at different times, one KV stream per slot",
-    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap; "
-    "plain models on the CPU",
+    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap",
     guard=Guard.same_tokens(),
     toggle="step",
     effect="moves",
@@ -26,9 +29,24 @@ from llamamg import Config, Guard, Request, Slot, StepState, Unavailable, hookim
 class SeqCompact:
     """Repairs gaps when the set of busy slots changes; avoids new ones when a request has no cached prefix to go to."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool = False) -> None:
         self.effect = 0
+        self.always = always
         self.similarity = 0.10  # a common prefix above this share of the prompt is worth keeping; `configure` sets it
+        self._times = PassTimes()
+        self._n_asked: dict[int, int] = {}  # by context: steps with a gap that nothing was decided about
+        self._moved: set[int] = set()  # contexts whose next step copies cells, so its time says nothing
+        self._drafting: set[int] = set()  # contexts whose last step had drafts, so its time says nothing either
+
+    @hookimpl
+    def register_options(self, options: Options) -> None:
+        """It decides by measured times unless told otherwise."""
+        options.add(
+            "always",
+            type=bool,
+            default=False,
+            help="move whenever ids have gaps, also where steps were not slower for them: for measuring",
+        )
 
     @hookimpl
     def configure(self, config: Config) -> None:
@@ -43,12 +61,45 @@ class SeqCompact:
         self.similarity = config.generation.slot_prompt_similarity
 
     @hookimpl
+    def batch_done(self, batch: Batch, elapsed_s: float) -> None:
+        """Learn from steps in which everybody decodes one token."""
+        rows, context = batch.rows, batch.group
+        if context in self._moved:
+            self._moved.discard(context)
+            return
+        if any(row.is_prompt for row in rows):
+            return
+        if any(len(row) > 1 for row in rows):
+            self._drafting.add(context)
+            return
+        self._drafting.discard(context)
+        runs = runs_of(row.sequence.slot.seq_id for row in rows)
+        self._times.add(runs, max(row.pos0 for row in rows), elapsed_s)
+
+    @hookimpl
     def arrange_slots(self, state: StepState) -> list[tuple[int, int]] | None:
-        """The fewest moves that leave the busy ids without a gap."""
-        ids = [slot.seq_id for slot in state.slots]
-        moves = compact([slot.seq_id for slot in state.slots if slot.busy], ids)
+        """The fewest moves that leave the busy ids without a gap, if that makes steps faster; [] to be asked again."""
+        busy = [slot for slot in state.slots if slot.busy]
+        moves = compact([slot.seq_id for slot in busy], [slot.seq_id for slot in state.slots])
+        context = state.slots[0].context
+        if not moves:
+            self._n_asked.pop(context, None)
+            return None
+        if not self.always and not self._is_worth(busy, context):
+            return []
+        self._n_asked.pop(context, None)
+        self._moved.add(context)
         self.effect += len(moves)
-        return moves or None
+        return moves
+
+    def _is_worth(self, busy: Seq[Slot], context: int) -> bool:
+        """Whether one pass is faster. Unknown: after some steps as they are, it is tried."""
+        runs, depth = runs_of(sorted(slot.seq_id for slot in busy)), max(len(slot.tokens) for slot in busy)
+        worth = self._times.is_worth(runs, depth)
+        if worth is not None:
+            return worth
+        n_asked = self._n_asked[context] = self._n_asked.get(context, 0) + 1
+        return n_asked > PATIENCE or context in self._drafting or self._times.is_known(runs, depth)
 
     @hookimpl
     def select_slot(self, request: Request, slots: Seq[Slot]) -> Slot | None:
@@ -57,7 +108,10 @@ class SeqCompact:
         beside = [s for s in slots if not s.busy and ((s.group, s.home - 1) in busy or (s.group, s.home + 1) in busy)]
         if not beside or self._has_prefix(request, slots):
             return None
-        return min(beside, key=lambda slot: (slot.t_last_used, slot.home))
+        n_here = {slot.group: sum(group == slot.group for group, _ in busy) for slot in beside}
+        if not self.always:
+            beside = [s for s in beside if self._times.is_worth((n_here[s.group], 1), len(request.prompt)) is not False]
+        return min(beside, key=lambda slot: (slot.t_last_used, slot.home), default=None)
 
     def _has_prefix(self, request: Request, slots: Seq[Slot]) -> bool:
         if not request.cache_prompt:

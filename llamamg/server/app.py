@@ -67,7 +67,8 @@ class Endpoint:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
-        handler = self._handlers.get(scope["method"])
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
+        handler = self._handlers.get(method)
         if handler is None:
             raise file_not_found()
         await handler(scope["llamamg.call"])

@@ -101,9 +101,7 @@ def _text(message: Message) -> str:
 
 
 def _tools(body: Body) -> list[Any]:
-    tools = body.get("tools")
-    if tools is None:
-        return []
+    tools = body.get("tools") if body.get("tools") is not None else []
     for tool in expect("tools", tools, list, "array"):
         if type(tool) is not dict or type(tool.get("function")) is not dict:
             raise bad_field("tools", "every element must be an object with a 'function'")
@@ -112,7 +110,7 @@ def _tools(body: Body) -> list[Any]:
         raise bad_field("tool_choice", 'must be "auto", "none" or "required"')
     if type(choice) is str and choice not in ("auto", "none", "required"):
         raise bad_field("tool_choice", f'must be "auto", "none" or "required", but is "{choice}"')
-    if choice == "required":
+    if tools and choice == "required":
         raise not_supported(
             'tool_choice "required" needs tool-call parsing, which is not supported; use "auto" or "none"'
         )

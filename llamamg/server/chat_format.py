@@ -49,7 +49,7 @@ class ChatFormat:
         content = shaped.get("content")
         if isinstance(content, list) and not self.caps["supports_typed_content"]:
             shaped["content"] = "\n".join(part["text"] for part in content)
-        elif content is None and "content" in shaped:
+        elif content is None:
             shaped["content"] = ""
         if shaped.get("tool_calls") and self.caps["supports_object_arguments"]:
             shaped["tool_calls"] = [_with_object_arguments(call) for call in shaped["tool_calls"]]

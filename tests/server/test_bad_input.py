@@ -198,6 +198,7 @@ def test_image_is_refused_as_llama_server_does(server: Running) -> None:
     [
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, 501, "required"),
         ({"tool_choice": "sometimes", "tools": []}, 400, "tool_choice"),
+        ({"tool_choice": "sometimes"}, 400, "tool_choice"),
         ({"tools": [1]}, 400, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "grammar": "root ::= x"}, 400, "grammar"),
         ({"response_format": {"type": "yaml"}}, 400, "yaml"),
@@ -211,6 +212,12 @@ def test_image_is_refused_as_llama_server_does(server: Running) -> None:
 )
 def test_wrong_chat_option(server: Running, body: dict[str, Any], status: int, part: str) -> None:
     assert part in error(server, "/v1/chat/completions", {"messages": HI, **body}, status)
+
+
+@pytest.mark.parametrize("tools", [None, []])
+def test_nothing_to_choose_from_needs_no_parsing(server: Running, tools: Any) -> None:
+    body = {"messages": HI, "tools": tools, "tool_choice": "required"}
+    assert server.post("/v1/chat/completions", body).status_code == 200
 
 
 @pytest.mark.parametrize(

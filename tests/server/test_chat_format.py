@@ -42,6 +42,14 @@ def test_arguments_become_objects_for_templates_that_iterate_them() -> None:
     assert ChatFormat(RICH, "", "").render(messages) == "<assistant>f(city)"
 
 
+def test_a_message_that_only_calls_has_no_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    strict = "{% for m in messages %}{{ '[' + m['role'] + ':' + m['content'] + ']' }}{% endfor %}"
+    for message in ({"content": None}, {}):  # OpenAI's clients leave the content out
+        messages = [{"role": "assistant", "tool_calls": [call], **message}, {"role": "tool", "content": "ok"}]
+        assert ChatFormat(strict, "", "").render(messages) == "[assistant:][tool:ok]"
+
+
 def test_generation_prompt_tools_and_arguments_reach_the_template() -> None:
     user = [{"role": "user", "content": "hi"}]
     assert ChatFormat(PLAIN, "", "").render(user, add_generation_prompt=False) == "[user:hi]"
