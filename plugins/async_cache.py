@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -25,23 +24,17 @@ from llamamg import (
     Slot,
     StepState,
     Unavailable,
-    Workers,
     hookimpl,
-    pick_copier,
     plugin,
 )
-from llamamg.statefile import FolderLock, model_identity
-from llamamg_plugins.async_cache_blocks import BlockPool
-from llamamg_plugins.async_cache_disk import Disk
+from llamamg.statefile import FolderLock
 from llamamg_plugins.async_cache_folder import lock_folder
-from llamamg_plugins.async_cache_kept import KeptStates, device_bytes
-from llamamg_plugins.async_cache_metrics import Count, Counters, counts
+from llamamg_plugins.async_cache_metrics import Count, Counters
 from llamamg_plugins.async_cache_options import declare
-from llamamg_plugins.async_cache_restore import N_MIN, Restorer
-from llamamg_plugins.async_cache_save import N_PUBLISH, Saver
-from llamamg_plugins.async_cache_tree import Tree
+from llamamg_plugins.async_cache_parts import MIB, Parts, Sizes, make_parts
+from llamamg_plugins.async_cache_restore import N_MIN
+from llamamg_plugins.async_cache_save import N_PUBLISH
 
-MIB = 1 << 20
 POLL_S = 0.001  # how often is looked whether a copy is through while nothing runs
 PREPARE_S = 0.002  # of a step, for making copies; hidden where a device computes meanwhile
 
@@ -68,16 +61,12 @@ class AsyncCache:
         disk_gb: float = 16.0,
         device_mb: int = -1,
     ) -> None:
-        self.device_mb = device_mb
-        self.disk, self.disk_gb = disk, disk_gb
-        self.ram, self.idle_slots, self.stage_mb, self.threads = ram, idle_slots, stage_mb, threads
-        self._way = ""  # how copies are made, for `note`
-        self._tree: Tree | None = None  # None: nothing can be copied here
+        self.disk, self.ram, self.idle_slots = disk, ram, idle_slots
+        self._sizes = Sizes(ram, stage_mb, device_mb, threads, disk_gb)
+        self._parts: Parts | None = None  # None: it was not started
         self._waits = False
         self._asked: list[str] = []  # options that were given and say that something is to be kept
-        self._disk: Disk | None = None
-        self._lock: FolderLock | None = None  # of the folder
-        self._restorer: Restorer | None = None
+        self._lock: FolderLock | None = None  # of the folder, until its thread has that
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -121,63 +110,18 @@ class AsyncCache:
             self._unlock_folder()
             self._refuse(cells.reason if cells is not None else "this native build is too old, run `llamamg build`")
         self._engine, self._kv = engine, engine.kv
-        copier, why = pick_copier(cells)
-        self._way = f"{copier.name}: {why}"
-        n_max = self.ram * MIB if self.ram >= 0 else 1 << 60
-        on_host = all(plane.device == "" for plane in cells.planes(0))
-        # Two keep a GPU's copies going; checking what comes from disk takes more.
-        n_threads = self.threads or (1 if on_host else min(4 if self.disk else 2, os.cpu_count() or 1))
-        pinned = getattr(copier, "pinned", None) if self.stage_mb else None
-        if pinned is not None:
-            pinned.reserve(n_threads)
-        pool = BlockPool(
-            cells.layout.n_block_bytes,
-            n_max,
-            pinned=None if pinned is None else pinned.allocate,
-            n_pinned_bytes=self.stage_mb * MIB,
-        )
-        self._tree = Tree(pool, n_max)
-        # On a host the decoders need the memory's bandwidth; a device copies beside its kernels.
-        pause = {} if on_host else {"pause_save": 0.0, "pause_load": 0.0}
-        self._workers = Workers(n_threads, **pause)
-        self._kept = KeptStates(cells, copier, self._workers, device_bytes(cells, self.device_mb))
-        self._saver = Saver(cells, self._kv, self._tree, copier, self._workers, self._kept)
-        if self.disk:
-            try:
-                self._open_disk(cells)
-            except BaseException:
-                self._unlock_folder()
-                raise
-        self._restorer = Restorer(engine, cells, self._tree, copier, self._workers, self._kept, self._disk)
-
-    def _open_disk(self, cells: Cells) -> None:
-        assert self._tree is not None
-        assert self._lock is not None
-        disk = Disk(
-            Path(self.disk),
-            int(min(self.disk_gb * 1e9, 1 << 62)),
-            self._tree,
-            identity=model_identity(self._engine.config),
-            planes=cells.layout.planes,
-            model=self._engine.model.name,
-            ended=self._lock.release,
-        )
-        disk.start()
+        try:
+            self._parts = make_parts(engine, cells, self._sizes, Path(self.disk) if self.disk else None, self._lock)
+        except BaseException:
+            self._unlock_folder()
+            raise
         self._lock = None  # the disk's thread gives it up: it may write a little longer than the engine runs
-        self._disk, self._saver.saved = disk, disk.write
 
     @hookimpl
     def engine_stop(self) -> None:
         """Copy nothing more."""
-        if self._tree is not None:
-            self._saver.drain()
-            self._saver.saved = lambda path: None
-            self._saver.stop()
-            self._workers.stop()
-            self._kept.stop()
-        if self._disk is not None:
-            self._disk.stop()
-        self._unlock_folder()
+        if self._parts is not None:
+            self._parts.stop()
 
     @hookimpl
     def register_metrics(self, metrics: Any) -> None:
@@ -186,38 +130,43 @@ class AsyncCache:
 
     def counters(self) -> Iterator[Count]:
         """All of them, once there is anything to count."""
-        if self._tree is not None and self._restorer is not None:
-            yield from counts(self._tree, self._saver, self._restorer, self._kept, self._disk)
+        return iter(()) if self._parts is None else self._parts.counts()
 
     @property
     def effect(self) -> int:
         """Tokens restored."""
-        return 0 if self._restorer is None else self._restorer.n_tokens
+        return 0 if self._parts is None else self._parts.restorer.n_tokens
 
     @property
     def note(self) -> str:
         """How copies are made, and what is kept."""
-        tree, restorer = self._tree, self._restorer
-        if tree is None or restorer is None:
-            return self._way
-        return f"{self._way}; {tree.n_bytes / MIB:.0f} MiB kept; {restorer.n_hits} hits, {restorer.n_misses} misses"
+        if self._parts is None:
+            return ""
+        tree, restorer = self._parts.tree, self._parts.restorer
+        kept = f"{tree.n_bytes / MIB:.0f} MiB kept; {restorer.n_hits} hits, {restorer.n_misses} misses"
+        return f"{self._parts.way}; {kept}"
 
     # -- for benchmarks, on the engine thread
 
     @property
     def is_copying(self) -> bool:
         """Whether anything is kept here."""
-        return self._tree is not None
+        return self._parts is not None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of main memory in use."""
-        return 0 if self._tree is None else self._tree.n_bytes
+        return 0 if self._parts is None else self._parts.tree.n_bytes
 
     @property
     def way(self) -> str:
-        """How copies are made, or why none are."""
-        return self._way
+        """How copies are made."""
+        return "" if self._parts is None else self._parts.way
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way, as far as was taken note of: steps do that by themselves."""
+        return self._parts is None or self._parts.is_settled  # pluggy before 1.7 reads properties at once
 
     def save(self, slot: Slot) -> None:
         """Begin to save an idle slot."""
@@ -225,47 +174,35 @@ class AsyncCache:
 
     def settled(self) -> bool:
         """Take note of what is copied and written; True when nothing is under way."""
-        self._saver.prepare()
-        self._saver.drain()
-        if self._disk is not None:
-            self._disk.drain()
-        return self.is_settled
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is under way, as far as was taken note of: steps do that by themselves."""
-        if self._tree is None:  # pluggy before 1.7 reads properties when a plugin is registered
-            return True
-        return self._saver.n_running == 0 and (self._disk is None or self._disk.n_pending == 0)
+        return self._parts is None or self._parts.settled()
 
     def forget(self) -> None:
         """Forget all that nobody uses. Files stay, for the next start; nothing more is written."""
-        self.settled()
-        self._saver.saved = lambda path: None
-        assert self._tree is not None
-        self._tree.forget()
+        if self._parts is not None:
+            self._parts.forget()
 
     # -- saving
 
     @hookimpl
     def slot_released(self, slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
         """Begin to save what is new."""
-        if self._tree is None or reason is FinishReason.FAILED or sequence.truncated:
+        if self._parts is None or reason is FinishReason.FAILED or sequence.truncated:
             return
         if self.idle_slots:
             self._save(slot, waits=self._waits)
 
     def _save(self, slot: Slot, *, waits: bool) -> None:
         n = len(slot.tokens)
-        if n < N_MIN or not self._engine.runner.is_free(slot.context):
+        if self._parts is None or n < N_MIN or not self._engine.runner.is_free(slot.context):
             return
         if self._kv.pos_max(slot.seq_id) != n - 1:
             return  # cut short by an error
-        save = self._saver.save(slot, slot.tokens.view().copy())
+        saver = self._parts.saver
+        save = saver.save(slot, slot.tokens.view().copy())
         if not self._engine.scheduler.running:
-            self._saver.prepare()
+            saver.prepare()
         elif waits or self._engine.runner.n_contexts > 1:  # another context's thread may change what is looked at
-            self._saver.prepare(slot)
+            saver.prepare(slot)
         if waits:
             save.transfer.wait()
 
@@ -273,25 +210,28 @@ class AsyncCache:
     def take_state(self, slot: Slot) -> KeptState | None:
         """A checkpoint on its devices, where there is room."""
         # What a window holds depends on the context that it is in; a recurrent state does not.
-        if self._tree is None or not self._kept.n_bytes_max or self._kv.removal is Removal.PART:
+        if self._parts is None or not self._parts.kept.n_bytes_max or self._kv.removal is Removal.PART:
             return None
-        return self._kept.take(slot.seq_id)
+        return self._parts.kept.take(slot.seq_id)
 
     @hookimpl
     def batch_submitted(self, batch: Batch) -> None:
         """While a device computes: make copies, and what was copied becomes a part of the tree."""
-        if self._restorer is not None:
-            self._restorer.go_on_beside(PREPARE_S)
-        if self._tree is not None and self._saver.n_running:
-            self._saver.prepare(within_s=PREPARE_S)
-            self._saver.drain(N_PUBLISH)
+        if self._parts is None:
+            return
+        self._parts.restorer.go_on_beside(PREPARE_S)
+        saver = self._parts.saver
+        if saver.n_running:
+            saver.prepare(within_s=PREPARE_S)
+            saver.drain(N_PUBLISH)
 
     @hookimpl
     def slot_changing(self, slot: Slot, n_kept: int) -> None:
         """Know what is still to be copied of it. If it was to be saved only now, do so at once."""
-        if self._tree is not None:
-            self._saver.prepare(slot)
-        if self._tree is None or self.idle_slots or slot.busy or n_kept >= len(slot.tokens):
+        if self._parts is None:
+            return
+        self._parts.saver.prepare(slot)
+        if self.idle_slots or slot.busy or n_kept >= len(slot.tokens):
             return
         self._save(slot, waits=True)
 
@@ -312,20 +252,19 @@ class AsyncCache:
     @hookimpl
     def find_prefix(self, request: Request, slot: Slot) -> PrefixHit | None:
         """The longest prefix that can be continued."""
-        if self._restorer is None or len(request.prompt) < N_MIN:
+        if self._parts is None or len(request.prompt) < N_MIN:
             return None
-        self._saver.drain()
-        return self._restorer.find(request.prompt)
+        self._parts.saver.drain()
+        return self._parts.restorer.find(request.prompt)
 
     @hookimpl
     def idle(self, state: StepState) -> bool:
         """What was copied becomes a part of the tree, and goes to disk, as soon as it is there: the server may end soon."""
-        if self._tree is None:
+        if self._parts is None:
             return False
-        self._saver.prepare()
-        if self._saver.n_running:
+        saver = self._parts.saver
+        saver.prepare()
+        if saver.n_running:
             time.sleep(POLL_S)
-        self._saver.drain()
-        if self._disk is not None:
-            self._disk.drain()
-        return self._saver.n_running > 0
+        self._parts.drain()
+        return saver.n_running > 0

@@ -21,25 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg import N_ROWS
-from llamamg.statefile import (
-    Header,
-    NoStateFile,
-    OtherVersion,
-    StateFile,
-    StateFileError,
-    StateInfo,
-    check_identity,
-    write_state_file,
-)
+from llamamg.statefile import Header, StateFileError, StateInfo, check_identity, write_state_file
 from llamamg.statefile.write import remove_leftovers
-from llamamg_plugins.async_cache_folder import NAME, SUFFIX, BadFile, Entry, Stored
+from llamamg_plugins.async_cache_folder import SUFFIX, BadFile, Entry, Stored, list_folder, unlink
 from llamamg_plugins.async_cache_handles import OpenFiles
 from llamamg_plugins.async_cache_node import Node, State
 from llamamg_plugins.async_cache_tree import Tree
 from llamamg_plugins.async_cache_writer import DiskThread
 
 log = logging.getLogger(__name__)
-SAY_S = 3.0  # between two words about a start that takes long
 
 
 class Disk:
@@ -63,39 +53,21 @@ class Disk:
         """Look at what is there. Raises OSError when the folder cannot be used."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
-        found, n_unread, t_used = [], 0, {}
-        paths, t_said = sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name)), time.monotonic()
-        for i, path in enumerate(paths):
-            if time.monotonic() > t_said + SAY_S:
-                log.warning("%s: %d of %d files looked at", self._folder, i, len(paths))
-                t_said = time.monotonic()
-            try:
-                status = path.stat()
-                entry = Entry(path, status.st_size)
-                t_used[entry] = status.st_mtime_ns
-                with StateFile(path) as file:
-                    found.append((file.header, file.tokens(), entry))
-            except (NoStateFile, OSError) as error:  # not ours, or not readable just now: neither is damage
-                log.warning("%s is left alone: %s", path, error)
-                n_unread += 1
-            except OtherVersion as error:
-                log.warning("%s is not used: %s", path, error)
-                self._account(entry)
-            except StateFileError as error:
-                log.warning("%s is deleted: %s", path, error)
-                self.n_bad += 1
-                _unlink(path)
-        for header, tokens, entry in sorted(found, key=lambda item: (item[0].start, t_used[item[2]])):
+        listing = list_folder(self._folder)
+        self.n_bad += listing.n_damaged
+        for entry in listing.others:
+            self._account(entry)
+        for header, tokens, entry in listing.found:
             try:
                 check_identity(header, self._identity, self._planes, N_ROWS)
             except StateFileError:
                 self._account(entry)  # another model's: not to be read, and the oldest go first all the same
                 continue
-            if self._attach(header, tokens, entry) or n_unread:  # what it is built on may be readable next time
+            if self._attach(header, tokens, entry) or listing.n_unread:  # what it is built on may be readable next time
                 self._account(entry)
             else:
-                _unlink(entry.path)
-        self.entries = OrderedDict.fromkeys(sorted(self.entries, key=lambda entry: t_used[entry]))
+                unlink(entry.path)
+        self.entries = OrderedDict.fromkeys(sorted(self.entries, key=listing.t_used.__getitem__))
         self._thread.start()
         self._shrink()
 
@@ -317,7 +289,7 @@ class Disk:
         return used
 
     def _delete(self, entry: Entry) -> None:
-        self._thread.queue(lambda: _unlink(entry.path))
+        self._thread.queue(lambda: unlink(entry.path))
 
 
 def _is_unfit(node: Node) -> bool:
@@ -328,11 +300,6 @@ def _is_unfit(node: Node) -> bool:
 def _files_of(path: list[Node]) -> list[Entry]:
     """Its files, those that others are built on last."""
     return list(dict.fromkeys(node.stored.entry for node in reversed(path) if node.stored is not None))
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def _touch(paths: list[Path]) -> None:

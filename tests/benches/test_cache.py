@@ -15,6 +15,7 @@ from benches import cache, program
 from benches.cache_stage import CacheStage
 from benches.errors import BenchError
 from llamamg.library import Library
+from llamamg.plugins import PluginError
 from llamamg.plugins.testing import on
 from llamamg.testing import FakeCells, fake_engine
 from llamamg.transfer import Workers
@@ -41,7 +42,7 @@ def hybrid() -> Any:
 def test_a_session_is_saved_and_restored_round_after_round(stage: CacheStage) -> None:
     assert stage.first_token(stage.session())["n_cached"] == 0
     assert stage.n_session_bytes() == 4 * 2000
-    n_saved = stage.cache._saver.n_saved
+    n_saved = stage.cache._parts.saver.n_saved
     assert stage.save_alone() > 0
     assert stage.restore_alone() > 0
     assert stage.first_token(stage.session())["n_cached"] == 1999
@@ -51,8 +52,8 @@ def test_a_session_is_saved_and_restored_round_after_round(stage: CacheStage) ->
         gaps, took = stage.save_beside()
         assert gaps
         assert took > 0
-        assert stage.cache._saver.n_saved > n_saved, "nothing was saved again"
-        n_saved = stage.cache._saver.n_saved
+        assert stage.cache._parts.saver.n_saved > n_saved, "nothing was saved again"
+        n_saved = stage.cache._parts.saver.n_saved
         _, took = stage.restore_beside()
         assert took > 0
     assert stage.own_save()
@@ -64,7 +65,7 @@ def test_every_save_alone_copies_all_of_it(hybrid: CacheStage) -> None:
     cells, n_copies = hybrid.engine.cells, 0
     assert isinstance(cells, FakeCells)
     states = Workers(1)  # as on a GPU: states are copied from their devices by other threads than the rows
-    hybrid.cache._kept._workers, hybrid.cache._kept.n_bytes_max = states, 1 << 20
+    hybrid.cache._parts.kept._workers, hybrid.cache._parts.kept.n_bytes_max = states, 1 << 20
     cells.limit_states(1 << 20, 0)
     hybrid.first_token(hybrid.session())
 
@@ -114,7 +115,7 @@ def test_where_nothing_can_be_copied() -> None:
     engine, _, _ = fake_engine(3, plugins=on(AsyncCache))
     assert engine.cells is not None
     engine.cells.reason = "nobody has written how"
-    with pytest.raises(BenchError, match="nobody has written how"):
+    with pytest.raises(PluginError, match="nobody has written how"):  # which benchmarks print as a sentence
         CacheStage(engine, 2, 20, 100)
 
 

@@ -62,8 +62,8 @@ def test_a_hybrid_whose_states_stay_on_its_devices(
     """Room for all of them, and for one only: then they come back from main memory, by way of that one."""
     if not library.patched:
         pytest.skip("an unpatched build does not show its cells")
-    monkeypatch.setattr("llamamg_plugins.async_cache.device_bytes", lambda cells, n: n_mib << 20)
-    kept = check(live, micro_model, {"n_ctx": 2048})._kept
+    monkeypatch.setattr("llamamg_plugins.async_cache_parts.device_bytes", lambda cells, n: n_mib << 20)
+    kept = check(live, micro_model, {"n_ctx": 2048})._parts.kept
     assert kept.n_taken > 4
     assert (kept.n_put >= 2) or n_mib == 1
 

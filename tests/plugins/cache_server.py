@@ -12,6 +12,7 @@ from llamamg.request import Finished, Request, Started
 from llamamg.sequence import Sequence
 from llamamg.testing import FakeCells, FakeRunner, ask, fake_engine
 from llamamg_plugins.async_cache import AsyncCache
+from llamamg_plugins.async_cache_parts import Parts
 
 
 def by_history(sequence: Sequence, so_far: list[int]) -> int:
@@ -45,6 +46,11 @@ class Server:
         return self.plugins._members["async-cache"].instance  # type: ignore[no-any-return]
 
     @property
+    def parts(self) -> Parts:
+        assert self.cache._parts is not None
+        return self.cache._parts
+
+    @property
     def cells(self) -> FakeCells:
         assert isinstance(self.engine.cells, FakeCells)
         return self.engine.cells
@@ -56,7 +62,7 @@ class Server:
             worked = self.engine.step()
             copying = [slot for slot in self.engine.slots if slot.copying is not None and not slot.copying.is_over]
             if not worked and not copying and not self.engine.queue_len():
-                self.cache._saver.drain()
+                self.parts.saver.drain()
                 return
             assert time.monotonic() < until, "still busy"
             if not worked:
@@ -76,8 +82,7 @@ class Server:
 
     def stop(self) -> None:
         self.plugins.stop()
-        tree = self.cache._tree
-        assert tree is not None
+        tree = self.parts.tree
         assert all(node.n_pins == 0 and not node.is_growing for node in tree.nodes())
         in_tree = sum(node.block is not None for node in tree.nodes())
         assert tree._pool.n_used == in_tree, "blocks were lost"

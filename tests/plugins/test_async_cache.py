@@ -42,17 +42,17 @@ def test_six_conversations_in_turn_answer_as_without_cache(serve: Callable[..., 
         talks = [
             t + list(a.encode()) + talk(40, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
         ]
-    assert server.cache._restorer.n_hits >= 12
+    assert server.parts.restorer.n_hits >= 12
 
 
 def test_only_new_rows_are_copied(serve: Callable[..., Server]) -> None:
     server = serve(1)
     first = talk(700, 1)
     answer = server.run(ask(first, n_predict=5))[0]
-    n_before = server.cache._saver.n_bytes
+    n_before = server.parts.saver.n_bytes
     assert n_before == 4 * 704  # the last token is sampled and not in the cache
     server.run(ask(first + list(answer.encode()) + talk(100, 2), n_predict=5))
-    assert server.cache._saver.n_bytes - n_before == 4 * 105
+    assert server.parts.saver.n_bytes - n_before == 4 * 105
 
 
 def test_a_short_slot_does_not_hide_a_longer_prefix(serve: Callable[..., Server]) -> None:
@@ -93,7 +93,7 @@ def test_the_next_user_of_a_slot_is_not_held_back_and_nothing_wrong_is_kept(serv
     server.cells.slow = lambda: None
     server.settle()
     assert server.text(request) == alone(other, 4)
-    assert server.cache._saver.n_cut == 1
+    assert server.parts.saver.n_cut == 1
     again = ask(first, n_predict=4)
     assert server.run(again) == [alone(first, 4)]
 
@@ -190,7 +190,7 @@ def test_a_copy_that_fails_costs_the_prefix_only(serve: Callable[..., Server]) -
     request = ask(stored, n_predict=8)
     assert server.run(request) == [alone(stored)]
     assert server.n_cached(request) == 0
-    assert server.cache._restorer.n_failed == 1
+    assert server.parts.restorer.n_failed == 1
     assert server.plugins.enabled() == ["async-cache"]
 
 
@@ -216,7 +216,7 @@ def test_switched_off_while_it_saves(serve: Callable[..., Server]) -> None:
 
 def test_the_limit_holds_and_the_oldest_goes(serve: Callable[..., Server]) -> None:
     server = serve(1, ram="1")
-    tree = server.cache._tree
+    tree = server.parts.tree
     assert tree is not None
     tree.n_bytes_max = 6 * 4 * N_ROWS
     for seed in range(1, 8):
@@ -234,9 +234,9 @@ def test_slots_saved_only_when_they_are_taken(serve: Callable[..., Server]) -> N
     server = serve(1, **{"idle-slots": "off"})
     first = talk(700, 1)
     server.run(ask(first, n_predict=2))
-    assert server.cache._saver.n_saved == 0
+    assert server.parts.saver.n_saved == 0
     server.run(ask(talk(600, 2), n_predict=2))
-    assert server.cache._saver.n_saved == 1
+    assert server.parts.saver.n_saved == 1
     request = ask(first, n_predict=4)
     assert server.run(request) == [alone(first, 4)]
     assert server.n_cached(request) == 699
@@ -301,7 +301,7 @@ def test_in_several_contexts(n_prefill: int) -> None:
         talks = [
             t + list(a.encode()) + talk(30, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
         ]
-    assert server.cache._restorer.n_hits > 0
+    assert server.parts.restorer.n_hits > 0
     assert server.plugins.enabled() == ["async-cache"]
     server.stop()
 

@@ -34,7 +34,7 @@ def until_over(server: Server, request: Request) -> None:
 def test_a_save_is_prepared_behind_the_next_batch(serve: Callable[..., Server], monkeypatch: Any) -> None:
     server = serve(2)
     decoding(server)
-    saver, at = server.cache._saver, []
+    saver, at = server.parts.saver, []
     look = type(saver)._look
     monkeypatch.setattr(
         type(saver), "_look", lambda self, save: (at.append(server.runner.n_in_flight), look(self, save))
@@ -59,11 +59,11 @@ def test_a_slot_that_is_taken_at_once_is_saved_all_the_same(serve: Callable[...,
     decoding(server)
     first, other = talk(900, 1), talk(40, 2)
     until_over(server, ask(first, n_predict=2, id_slot=1))
-    assert server.cache._saver._unprepared
+    assert server.parts.saver._unprepared
     follow = ask(other, n_predict=4, id_slot=1)
     server.engine.submit(follow)
     server.engine.step()
-    assert not server.cache._saver._unprepared
+    assert not server.parts.saver._unprepared
     server.settle()
     assert server.text(follow) == alone(other, 4, hybrid=hybrid)
     again = ask([*first, 60], n_predict=4, id_slot=0)
@@ -75,7 +75,7 @@ def test_what_was_overwritten_while_the_plugin_was_off_is_not_kept(serve: Callab
     decoding(server)
     first, other = talk(900, 1), talk(900, 2)
     until_over(server, ask(first, n_predict=2, id_slot=1))
-    assert server.cache._saver._unprepared
+    assert server.parts.saver._unprepared
     server.plugins.toggle("async-cache", False)
     until_over(server, ask(other, n_predict=2, id_slot=1))
     server.plugins.toggle("async-cache", True)
@@ -90,7 +90,7 @@ def test_a_save_takes_some_steps_when_there_is_little_time(serve: Callable[..., 
     monkeypatch.setattr(async_cache_save, "N_PREPARE", 1)
     clock = iter(range(1 << 30))
     monkeypatch.setattr(async_cache_save.time, "perf_counter", lambda: float(next(clock)))
-    saver, first = server.cache._saver, talk(1500, 1)
+    saver, first = server.parts.saver, talk(1500, 1)
     until_over(server, ask(first, n_predict=2, id_slot=1))
     save, n_parts = saver._running[-1], []
     while saver._unprepared:
@@ -136,7 +136,7 @@ def test_a_restore_waits_for_no_batch_when_nobody_decodes(serve: Callable[..., S
     monkeypatch.setattr(Hit, "go_on_beside", lambda *_: pytest.fail("nothing is submitted"))
     server.engine.submit(ask([*first, 60], n_predict=4, id_slot=1))
     server.engine.step()
-    assert server.cache._restorer.under_way[0].transfer._sealed  # type: ignore[union-attr]
+    assert server.parts.restorer.under_way[0].transfer._sealed  # type: ignore[union-attr]
     monkeypatch.undo()
     server.settle()
 
@@ -177,8 +177,8 @@ def test_a_request_that_goes_before_its_slot_is_emptied_leaves_it_empty(serve: C
     server.engine.submit(request)
     server.engine._drain()
     server.engine._pending.extend(server.engine.scheduler.plan().batches)
-    assert server.cache._restorer.under_way
+    assert server.parts.restorer.under_way
     server.engine.scheduler.cancel(request.id)
-    assert not server.cache._restorer.under_way
+    assert not server.parts.restorer.under_way
     assert not server.runner.kv.held[1]
     server.settle()

@@ -28,7 +28,7 @@ Make = Callable[..., Server]
 class DiskServer(Server):
     def settle(self) -> None:
         super().settle()
-        disk = self.cache._disk
+        disk = self.parts.disk
         assert disk is not None
         until = time.monotonic() + 20
         while disk.n_pending:
@@ -48,7 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         for server in made:
             server.stop()
         made.clear()
-        identity = __import__("llamamg_plugins.async_cache", fromlist=["x"])
+        identity = __import__("llamamg_plugins.async_cache_parts", fromlist=["x"])
         config = Config(ModelConfig(path), plugins=PluginsConfig(none=True))
         monkeypatch.setattr(identity, "model_identity", lambda _: real(config))
         made.append(DiskServer(1, hybrid=hybrid, disk=str(tmp_path / "disk"), **options))
@@ -77,8 +77,8 @@ def test_conversations_survive_a_restart(start: Make, tmp_path: Path, hybrid: bo
         again = ask(t + talk(20, 9), n_predict=6)
         assert server.run(again) == [alone(t + talk(20, 9), 6, hybrid=hybrid)]
         assert server.n_cached(again) >= len(t) - 4
-    assert server.cache._disk is not None
-    assert server.cache._disk.n_read > 0
+    assert server.parts.disk is not None
+    assert server.parts.disk.n_read > 0
 
 
 def test_an_answer_is_on_disk_though_nothing_happens_after_it(start: Make, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_answer_is_on_disk_though_nothing_happens_after_it(start: Make, tmp_p
     while server.cache.idle(server.engine.scheduler.state):
         n_calls += 1
         assert n_calls < 20_000
-    assert server.cache._saver.n_running == 0
+    assert server.parts.saver.n_running == 0
     server.plugins.stop()  # what is queued is still written
     (path,) = files(tmp_path)
     with StateFile(path) as file:
@@ -104,11 +104,11 @@ def test_what_is_copied_when_the_server_ends_is_written(start: Make, tmp_path: P
     server.engine.submit(ask(talk(800, 1), n_predict=4))
     while server.engine.step():
         pass
-    server.cache._saver.prepare()
+    server.parts.saver.prepare()
     copying = server.engine.slots[0].copying
     assert copying is not None
     assert copying.wait(10)
-    assert server.cache._saver.n_running == 1
+    assert server.parts.saver.n_running == 1
     server.plugins.stop()
     assert len(files(tmp_path)) == 1
 
@@ -116,7 +116,7 @@ def test_what_is_copied_when_the_server_ends_is_written(start: Make, tmp_path: P
 def test_a_long_write_does_not_hold_up_the_end(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamamg_plugins.async_cache_writer.END_S", 0.05)
     server = start()
-    disk = server.cache._disk
+    disk = server.parts.disk
     assert disk is not None
 
     def write(path: Path, header: Any, tokens: Any, records: Any, stopped: Callable[[], bool]) -> int:
@@ -152,7 +152,7 @@ def test_the_folder_is_given_up_when_nothing_more_is_written(
         pass
     while server.cache.idle(server.engine.scheduler.state):
         pass
-    disk = server.cache._disk
+    disk = server.parts.disk
     assert disk is not None
     server.plugins.stop()
     with pytest.raises(FolderInUse, match=str(os.getpid())):
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_read_is_given_up(tmp_path: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("llamamg_plugins.async_cache_disk.remove_leftovers", refuse)
-    monkeypatch.setattr("llamamg_plugins.async_cache.model_identity", lambda config: "a model")
+    monkeypatch.setattr("llamamg_plugins.async_cache_parts.model_identity", lambda config: "a model")
     server = DiskServer(1, disk=str(tmp_path / "disk"))
     assert "Permission denied" in str(server.plugins.views()[0].quarantined)
     FolderLock(tmp_path / "disk").release()
@@ -198,15 +198,14 @@ def test_memory_may_be_small(start: Make) -> None:
     """What is only on disk passes through memory that is given back."""
     server = start()
     talks = [talk(700, i) for i in range(1, 6)]
-    assert server.cache._tree is not None
-    server.cache._tree.n_bytes_max = 4 * 256 * 4
+    server.parts.tree.n_bytes_max = 4 * 256 * 4
     for t in talks:
         server.run(ask(t, n_predict=2))
     for t in talks:
         again = ask(t, n_predict=4)
         assert server.run(again) == [alone(t, 4)]
         assert server.n_cached(again) == 699
-        assert server.cache._tree.n_bytes <= server.cache._tree.n_bytes_max
+        assert server.parts.tree.n_bytes <= server.parts.tree.n_bytes_max
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -230,9 +229,9 @@ def test_a_damaged_file_costs_a_prompt_and_goes(start: Make, tmp_path: Path, whe
     request = ask(t, n_predict=6)
     assert server.run(request) == [alone(t, 6)]
     assert server.n_cached(request) == 0
-    assert server.cache._restorer.n_failed == 1
-    assert server.cache._disk is not None
-    assert server.cache._disk.n_bad == 1
+    assert server.parts.restorer.n_failed == 1
+    assert server.parts.disk is not None
+    assert server.parts.disk.n_bad == 1
     request = ask(t, n_predict=6)
     assert server.run(request) == [alone(t, 6)]
     server = start()
@@ -271,9 +270,9 @@ def test_the_oldest_files_go(start: Make, tmp_path: Path) -> None:
     for i in range(1, 9):
         server.run(ask(talk(1100, i), n_predict=2))
         os.utime(files(tmp_path)[0])
-    assert server.cache._disk is not None
-    assert server.cache._disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 20000
-    assert server.cache._disk.n_evicted >= 4
+    assert server.parts.disk is not None
+    assert server.parts.disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 20000
+    assert server.parts.disk.n_evicted >= 4
     server = start(**{"disk-gb": "2e-5"})
     request = ask(talk(1100, 8), n_predict=4)
     assert server.run(request) == [alone(talk(1100, 8), 4)]
@@ -341,7 +340,7 @@ def test_states_read_from_disk_are_counted(start: Make) -> None:
     request = ask(t + talk(20, 2), n_predict=2)
     server.run(request)
     assert server.n_cached(request) >= 796
-    tree = server.cache._tree
+    tree = server.parts.tree
     assert tree is not None
     server.run(ask(talk(600, 3), n_predict=2))
     assert tree.n_state_bytes > 0
@@ -353,8 +352,8 @@ def test_states_read_from_disk_are_counted(start: Make) -> None:
 def test_a_limit_beyond_all_disks(start: Make) -> None:
     server = start(**{"disk-gb": "1e308"})
     server.run(ask(talk(500, 1), n_predict=2))
-    assert server.cache._disk is not None
-    assert server.cache._disk.n_written > 0
+    assert server.parts.disk is not None
+    assert server.parts.disk.n_written > 0
 
 
 def test_what_is_not_damaged_is_not_deleted(
@@ -387,7 +386,7 @@ def test_what_is_not_damaged_is_not_deleted(
     assert f"{older} is not used: it has version 0" in caplog.text
     monkeypatch.undo()
     server.stop()
-    disk = server.cache._disk
+    disk = server.parts.disk
     assert disk is not None
     assert older in {entry.path for entry in disk.entries}, "it counts, so that it goes when room is needed"
 

@@ -26,13 +26,13 @@ from llamamg_plugins.async_cache_save import Save, _Part
 def test_a_slot_that_is_not_what_its_tokens_say_is_not_saved(serve: Callable[..., Server]) -> None:
     server = serve(1)
     server.run(ask(talk(500, 1), n_predict=4))
-    slot, n_saved = server.engine.slots[0], server.cache._saver.n_saved
+    slot, n_saved = server.engine.slots[0], server.parts.saver.n_saved
     slot.tokens.extend(talk(100, 2))  # an error came between the tokens and their rows
     server.cache.save(slot)
-    assert server.cache._saver.n_saved == n_saved == 1
+    assert server.parts.saver.n_saved == n_saved == 1
     slot.tokens.keep(503)
     server.run(ask(talk(500, 3), n_predict=4))
-    assert server.cache._saver.n_saved == 2
+    assert server.parts.saver.n_saved == 2
 
 
 def test_a_shifted_sequence_is_not_saved(serve: Callable[..., Server]) -> None:
@@ -79,7 +79,7 @@ def test_two_slots_that_go_on_from_the_same_block(serve: Callable[..., Server]) 
 def test_nothing_is_built_on_a_block_that_was_cut(serve: Callable[..., Server]) -> None:
     """Two threads copy: the block behind may be through when the one before it is cut."""
     server = serve(1)
-    saver, tree = server.cache._saver, server.cache._tree
+    saver, tree = server.parts.saver, server.parts.tree
     assert tree is not None
     tokens = np.array(talk(512, 1), np.int32)
     parts = [_Part(tokens[at : at + 256], 0, tree._pool.take(), n_done=n) for at, n in ((0, 100), (256, 256))]

@@ -47,7 +47,7 @@ def test_a_hit_takes_the_state_from_its_device(serve: Callable[..., Server]) -> 
     request = ask(again, n_predict=8)
     assert server.run(request) == [alone(again, hybrid=True)]
     assert server.n_cached(request) >= 696
-    assert server.cache._kept.n_put == 1
+    assert server.parts.kept.n_put == 1
     assert server.cells.state_bytes() > 0
 
 
@@ -66,7 +66,7 @@ def test_memory_for_the_first_states_is_taken_at_once(serve: Callable[..., Serve
         return save_state(seq_id)
 
     cells.save_state = save  # type: ignore[method-assign]
-    kept = server.cache._kept
+    kept = server.parts.kept
     first = kept.take(0)
     assert held == list(range(min(n_most + 1, N_FIRST)))
     assert on_device(server) == 1
@@ -94,9 +94,9 @@ def test_six_conversations_in_turn_answer_as_without_cache(serve: Callable[..., 
         talks = [
             t + list(a.encode()) + talk(40, 100 * turn + i) for i, (t, a) in enumerate(zip(talks, answers, strict=True))
         ]
-    assert server.cache._kept.n_taken > 12
-    assert server.cache._restorer.n_hits >= 12
-    assert (server.cache._kept.n_put >= 12) is (n_bytes == 1 << 20)
+    assert server.parts.kept.n_taken > 12
+    assert server.parts.restorer.n_hits >= 12
+    assert (server.parts.kept.n_put >= 12) is (n_bytes == 1 << 20)
 
 
 def test_a_slot_goes_back_to_a_checkpoint_on_its_device(serve: Callable[..., Server]) -> None:
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_state_on_its_way(serve: Callable[..., Server]) -> No
     started = time.perf_counter()
     while server.engine.step():
         pass
-    n_taken = server.cache._kept.n_taken
+    n_taken = server.parts.kept.n_taken
     assert n_taken >= 2
     assert time.perf_counter() - started < 0.2, "a step waited for a copy"
     server.cells.slow = lambda: None
@@ -149,7 +149,7 @@ def test_a_request_cancelled_while_its_state_is_on_the_way_leaves_nothing(serve:
     stored = talk(900, 1)
     server.run(ask(stored, n_predict=2))
     server.run(ask(talk(400, 3), n_predict=2))
-    for kept in [ref() for ref in server.cache._kept._order]:
+    for kept in [ref() for ref in server.parts.kept._order]:
         if kept is not None:
             kept.device = None  # so it has to come from main memory
     server.cells.slow = lambda: time.sleep(0.05)
@@ -171,7 +171,7 @@ def test_a_request_cancelled_while_its_state_is_on_the_way_leaves_nothing(serve:
 def test_a_state_that_is_nowhere_else_keeps_its_device(serve: Callable[..., Server]) -> None:
     """There is room for one: the second is copied at once as long as the first is on its way to main memory."""
     server = serve(1, **{"device-mb": "1"})
-    cells, kept = server.cells, server.cache._kept
+    cells, kept = server.cells, server.parts.kept
     cells.kv.held[0] = talk(100, 1)
     cells.limit_states(400, 0)
     may_copy = threading.Event()

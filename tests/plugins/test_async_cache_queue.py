@@ -14,7 +14,7 @@ from cache_folder import N_BLOCK, Folder, chain, state
 
 from llamamg import N_ROWS
 from llamamg.statefile import StateFile
-from llamamg_plugins import async_cache_disk
+from llamamg_plugins import async_cache_disk, async_cache_folder
 from llamamg_plugins.async_cache_folder import BadFile
 
 WAIT_S = 20
@@ -256,7 +256,7 @@ def test_a_start_that_takes_long_says_how_far_it_is(
     for seed in range(3):
         folder.disk.write(chain(folder, 1, seed))
     folder.settle()
-    monkeypatch.setattr(async_cache_disk, "SAY_S", -1.0)
+    monkeypatch.setattr(async_cache_folder, "SAY_S", -1.0)
     Folder(folder.disk._folder).disk.stop()
     assert "2 of 3 files looked at" in caplog.text
 

@@ -21,10 +21,10 @@ def hold(server: Server, slot: Any, more: list[int], n_kept: int) -> None:
 def test_two_saves_do_not_grow_the_same_block(serve: Callable[..., Server]) -> None:
     """The first one was only looked at when its time was over: the second one must not choose that block too."""
     server = serve(2)
-    saver, begin = server.cache._saver, talk(300, 1)
+    saver, begin = server.parts.saver, talk(300, 1)
     server.run(ask(begin, n_predict=4, id_slot=0))
     server.run(ask(begin, n_predict=4, id_slot=1))
-    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    (leaf,) = [node for node in server.parts.tree.nodes() if node.is_leaf]
     for slot, seed in zip(server.engine.slots, (2, 3), strict=True):
         hold(server, slot, talk(20, seed), leaf.end)
     first, second = (saver.save(slot, slot.tokens.view().copy()) for slot in server.engine.slots)
@@ -42,9 +42,9 @@ def test_two_saves_do_not_grow_the_same_block(serve: Callable[..., Server]) -> N
 
 def test_a_save_that_never_made_a_copy_leaves_its_block_free(serve: Callable[..., Server]) -> None:
     server = serve(1)
-    saver = server.cache._saver
+    saver = server.parts.saver
     server.run(ask(talk(300, 1), n_predict=4))
-    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    (leaf,) = [node for node in server.parts.tree.nodes() if node.is_leaf]
     slot = server.engine.slots[0]
     hold(server, slot, talk(20, 2), leaf.end)
     saver.save(slot, slot.tokens.view().copy())
@@ -58,7 +58,7 @@ def test_a_block_that_is_being_written_to_disk_is_left_as_it_is(serve: Callable[
     server = serve(1)
     begin = talk(300, 1)
     server.run(ask(begin, n_predict=4))
-    (leaf,) = [node for node in server.cache._tree.nodes() if node.is_leaf]
+    (leaf,) = [node for node in server.parts.tree.nodes() if node.is_leaf]
     leaf.is_written = True
     again = server.engine.slots[0].tokens.view().tolist() + talk(30, 3)
     assert leaf.end < len(again)
