@@ -25,19 +25,12 @@ from llamamg.plugins import Found, PluginDeclaration, PluginError, PluginView, d
 from llamamg.plugins.selection import declaration_of, unknown
 
 from . import record, rpc_servers
+from .ablation_still import still_rows
 from .ablation_table import plot, summary, table
 from .arguments import add_results, add_sizes, record_of, serve_flags, sizes_of
 from .errors import BenchError
 from .flags import config_of, model_path, opened, take_models, unavailable
-from .judge import (
-    N_PROBES,
-    NOT_APPLICABLE,
-    NOT_MEASURED,
-    STOOD_STILL,
-    check_pairs,
-    judge,
-    unmeasured,
-)  # fmt: skip
+from .judge import NOT_APPLICABLE, NOT_MEASURED, check_pairs, judge, unmeasured
 from .loads import LOADS, Load, Sizes
 from .quiet import busy_fraction
 from .session import Session, check_room
@@ -183,14 +176,14 @@ class Ablation:
             for load in loads:
                 model = engine.config.model.path.stem[:20]
                 bar.set_description(f"{model}, {load.name}, all of them")
-                still = self._still(engine, load, wanted)
+                still = still_rows(engine, load, self._sizes, wanted, self._found)
                 for name in wanted:
                     began = time.monotonic()
                     view = _view(engine, name)  # it may have failed under the load before
                     case = Case(name, was_on[name], load)
                     bar.set_description(f"{model}, {load.name}, {name}")
                     if name in still:
-                        row: dict[str, Any] | None = {"plugin": name, "n_pairs": 0, **STOOD_STILL}
+                        row: dict[str, Any] | None = still[name]
                     else:
                         row = None if view.toggle == "restart" else self._here(engine, view, case)
                     if row is None:
@@ -204,23 +197,6 @@ class Ablation:
             out.append({**_facts(case), **self._apart(case), "took_s": time.monotonic() - began})
             bar.update(1)
         return out
-
-    def _still(self, engine: Engine, load: Load, wanted: list[str]) -> set[str]:
-        """Those of the plugins that are on whose counters do not move under this load: blocks of all of them at once tell
-        as much as blocks of each, and most rows are of that kind."""
-        asked = {view.name for view in engine.plugins.views() if view.enabled and view.name in wanted}
-        if len(asked) < 2:
-            return set()
-        session = Session(engine, load, self._sizes)
-        try:
-            session.prepare()
-            for _ in range(N_PROBES):
-                effects = session.block().effects
-                asked -= {name for name, effect in effects.items() if effect}
-        except BenchError:
-            return set()  # each row says it of itself
-        # One that failed meanwhile did not stand still.
-        return {name for name in asked if _view(engine, name).quarantined is None}
 
     def _here(self, engine: Engine, view: PluginView, case: Case) -> dict[str, Any] | None:
         """Toggled in this process; None for a plugin that turns out to need a restart."""

@@ -26,6 +26,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             says = "applicable but no effect under any load"
         else:
             says = f"not applicable: {mine[0]['reason']}"
+        counted = [row["tokens"]["on"] for row in mine if "tokens" in row]
+        if counted and not bad:
+            n, n_ties = (sum(one[key] for one in counted) for key in ("n_compared", "n_ties"))
+            says += f"; {n} tokens compared in {len(counted)} rows, {n_ties} near ties"
         out[name] = {"ok": not bad and not (idle and applies), "acted": acted, "says": says}
     return out
 

@@ -30,34 +30,55 @@ def kinds(rows: Iterable[Row]) -> list[tuple[int, int]]:
 
 
 def comparisons(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first side against each other one and `off` against `upstream`, over all cells that both have.
+    """The first side against each other one and `off` against `upstream`, in each cell that both have.
 
     Where `upstream` is the first one, the others are compared with it. A pair of values is of the same cell and repeat;
-    fewer than three say nothing.
+    fewer than three have a mean ratio and neither interval nor verdict. Cells are never pooled: what a side gains depends on
+    the depth, and an interval over several depths would be of how they differ.
     """
     names = [side["name"] for side in result["sides"]]
     which = [(other, names[0]) if names[0] == BASELINE[1] else (names[0], other) for other in names[1:]]
     if names[0] not in BASELINE and set(BASELINE) <= set(names):
         which.append(BASELINE)
-    found = []
-    for first, other in which:
-        for metric, value in METRICS.items():
-            a, b, per_cell = [], [], []
-            rows = select(result["rows"], kind=SAME)
-            for n, depth in kinds(rows):
-                mine = _values(select(rows, side=first, n_sessions=n, depth=depth), value)
-                theirs = _values(select(rows, side=other, n_sessions=n, depth=depth), value)
-                both = sorted(mine.keys() & theirs.keys())
-                a += [mine[r] for r in both]
-                b += [theirs[r] for r in both]
-                if both:
-                    ratio = float(np.exp(np.mean([np.log(mine[r] / theirs[r]) for r in both])))
-                    per_cell.append({"n_sessions": n, "depth": depth, "n_pairs": len(both), "ratio": ratio})
-            if len(a) >= pairs.N_PAIRS_MIN:
-                found.append(
-                    {"a": first, "b": other, "metric": metric, "cells": per_cell, **pairs.compare(a, b).json()}
-                )
-    return found
+    rows = select(result["rows"], kind=SAME)
+    return [
+        {"a": first, "b": other, "metric": metric, "n_sessions": n, "depth": depth, **found}
+        for first, other in which
+        for metric, value in METRICS.items()
+        for n, depth in kinds(rows)
+        if (found := _cell([select(rows, side=side, n_sessions=n, depth=depth) for side in (first, other)], value))
+    ]
+
+
+def _cell(sides: Sequence[Sequence[Row]], value: Callable[[Row], float | None]) -> dict[str, Any]:
+    """What the pairs of one cell say; {} where there is none."""
+    mine, theirs = (_values(rows, value) for rows in sides)
+    both = sorted(mine.keys() & theirs.keys())
+    a, b = [mine[r] for r in both], [theirs[r] for r in both]
+    if len(both) >= pairs.N_PAIRS_MIN:
+        return pairs.compare(a, b).json()
+    if not both:
+        return {}
+    mean = float(np.exp(np.mean(np.log(a) - np.log(b))))
+    return {"n_pairs": len(both), "mean": mean, "interval": None, "verdict": None}
+
+
+def comparison_lines(result: Mapping[str, Any]) -> list[str]:
+    """The same in words, a line for each two sides and metric."""
+    names = {side["name"]: side["label"] for side in result["sides"]}
+    lines: dict[str, list[str]] = {}
+    for c in comparisons(result):
+        head = f"{names[c['a']]} / {names[c['b']]}, {c['metric']}"
+        lines.setdefault(head, []).append(f"{c['n_sessions']} x {depth_name(c['depth'])} {_ratio(c)}")
+    return [f"{head}: {'; '.join(cells)}" for head, cells in lines.items()]
+
+
+def _ratio(c: Mapping[str, Any]) -> str:
+    n = c["n_pairs"]
+    if c["interval"] is None:
+        return f"{c['mean']:.3f} ({n} pair{'s'[: n > 1]}, no interval)"
+    low, high = c["interval"]
+    return f"{c['mean']:.3f} ({low:.3f} … {high:.3f} at 99 %, {n} pairs): {_verdict(c['verdict'])}"
 
 
 def _values(rows: Iterable[Row], value: Callable[[Row], float | None]) -> dict[int, float]:
@@ -77,11 +98,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if select(result["rows"], kind=BEST):
         lines += ["With each side's best -ub:", "", *cell_table(result, BEST), ""]
     lines += [*latency_table(result), ""]
-    for c in comparisons(result):
-        lines.append(
-            f"* {names[c['a']]} / {names[c['b']]}, {c['metric']}: {c['mean']:.3f} "
-            f"({c['interval'][0]:.3f} … {c['interval'][1]:.3f} at 99 %, {c['n_pairs']} pairs): {_verdict(c['verdict'])}"
-        )
+    lines += [f"* {line}" for line in comparison_lines(result)]
     for line in left_out_lines(result):
         lines.append(f"* {line}")
     return "\n".join(lines).rstrip()

@@ -54,7 +54,11 @@ def judge(
     row: dict[str, Any] = {"plugin": plugin, "how": sides.how, "guard": guard.value, "effect": effect, "n_pairs": 0}
     counts[True].add(*reference.compare(probe.tokens))
     if effect == 0:
-        return {**row, **_tokens(counts), **STOOD_STILL}
+        changed = STOOD_STILL
+        if counts[True].n_changed and guard is not GuardKind.CLOSE:  # though it says that it did nothing
+            counts[False].add(*reference.compare(sides.block(False).tokens))
+            changed = _status(guard, counts)
+        return {**row, **tokens_json(counts), **changed}
     if budget_s is not None:
         n_pairs = max(N_PAIRS_MIN, min(n_pairs, int(budget_s / (2 * probe_s + 1e-9))))
     blocks: dict[bool, list[Block]] = {True: [], False: []}
@@ -69,7 +73,7 @@ def judge(
     row["n_pairs"] = n_pairs
     row["n_recomputed"] = max(block.n_recomputed for side in blocks.values() for block in side)
     row["metrics"] = {name: compared(name, blocks[True], blocks[False]) for name in metrics}
-    row.update(_tokens(counts))
+    row.update(tokens_json(counts))
     return {**row, **_status(guard, counts)}
 
 
@@ -91,7 +95,8 @@ def compared(name: str, on: list[Block], off: list[Block]) -> dict[str, Any]:
     }
 
 
-def _tokens(counts: dict[bool, TokenCount]) -> dict[str, Any]:
+def tokens_json(counts: dict[bool, TokenCount]) -> dict[str, Any]:
+    """What was compared with the plugin on, and off, as a row has it."""
     return {"tokens": {"on": counts[True].json(), "off": counts[False].json()}}
 
 

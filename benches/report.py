@@ -12,7 +12,7 @@ from typing import Any
 
 from . import kernels, mixed, qsa_depth_table
 from .errors import BenchError
-from .grid_table import BEST, SAME, cell_table, comparisons, latency_table, left_out_lines, machine_title, select
+from .grid_table import BEST, SAME, cell_table, comparison_lines, latency_table, left_out_lines, machine_title, select
 from .program import alone
 from .report_load import Found, machines
 from .results_table import model_name
@@ -103,13 +103,8 @@ def _grid(found: Found) -> str:
     from .report_plots import grid_figures, svg
 
     result = found.value
-    labels = {side["name"]: side["label"] for side in result["sides"]}
     pictures = "".join(svg(figure) for figure in grid_figures(result).values())
-    said = [
-        f"{labels[c['a']]} / {labels[c['b']]}, {c['metric']}: {c['mean']:.3f} ({c['interval'][0]:.3f} to {c['interval'][1]:.3f} "
-        f"at 99 %, {c['n_pairs']} pairs): {c['verdict'].replace('A ', 'the first is ')}"
-        for c in comparisons(result)
-    ] + left_out_lines(result)
+    said = [*comparison_lines(result), *left_out_lines(result)]
     best = ""
     if select(result["rows"], kind=BEST):
         best = f"<h4>Each side with its best -ub</h4>{table_html(cell_table(result, BEST))}"

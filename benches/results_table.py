@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import qsa_depth_table
-from .grid_table import cell_table, comparisons, machine_title
+from .grid_table import cell_table, comparison_lines, machine_title
 from .report_load import Found, machines, newest_day
 
 FOLDER = "benches/results"
@@ -52,10 +52,5 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 
 def _verdicts(result: Mapping[str, Any]) -> list[str]:
-    names = {side["name"]: side["label"] for side in result["sides"]}
-    said = [
-        f"{names[c['a']]} against {names[c['b']]}, {c['metric']}: {100 * (c['mean'] - 1):+.1f} % "
-        f"({100 * (c['interval'][0] - 1):+.1f} … {100 * (c['interval'][1] - 1):+.1f} at 99 %, {c['n_pairs']} pairs)"
-        for c in comparisons(result)
-    ]
-    return ["", "; ".join(said) + "."] if said else []
+    lines = comparison_lines(result)
+    return ["", *(f"* {line}" for line in lines)] if lines else []

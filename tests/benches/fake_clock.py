@@ -75,6 +75,9 @@ def plugins_of(world: World) -> dict[str, type[Any]]:
     def unflip(self: Any, batch: Batch, elapsed_s: float) -> None:
         world.flips = False
 
+    def flip_quietly(self: Any, batch: Batch) -> None:
+        world.flips = True
+
     def ignore(self: Any, batch: Batch) -> None:
         pass
 
@@ -86,6 +89,7 @@ def plugins_of(world: World) -> dict[str, type[Any]]:
         "same": kit.plugin("same", {"batch_submitted": count}, guard=tokens),
         "slow": kit.plugin("slow", {"batch_done": slow}, guard=tokens),
         "flips": kit.plugin("flips", {"batch_submitted": flip, "batch_done": unflip}, guard=tokens),
+        "quiet": kit.plugin("quiet", {"batch_submitted": flip_quietly, "batch_done": unflip}, guard=tokens),
         "nothing": kit.plugin("nothing", {"batch_submitted": ignore}, guard=tokens),
         "fails": kit.plugin("fails", {"batch_submitted": fail}, guard=tokens),
     }

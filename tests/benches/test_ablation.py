@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,8 @@ from llamamg.plugins import testing as kit
 from llamamg.plugins.pluginset import PluginSet
 from llamamg.testing import fake_engine
 
+from . import fake_clock
+
 SIZES = Sizes(depth=24, n_tokens=8)
 
 
@@ -37,12 +39,16 @@ def counting(name: str, **declaration: Any) -> type[Any]:
 
 
 def rows(
-    monkeypatch: pytest.MonkeyPatch, classes: list[type[Any]], on: tuple[str, ...], failed: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    classes: list[type[Any]],
+    on: tuple[str, ...],
+    failed: tuple[str, ...] = (),
+    make: Callable[..., Any] = fake_engine,
 ) -> dict[str, dict[str, Any]]:
     """The rows of one model and load `solo`; `on` are the plugins that it was started with, `failed` those switched off."""
     plugins = kit.unconfigured(*classes, enable=on)
     config = plugins.configure(kit.config(2), [])
-    engine, _, _ = fake_engine(2, plugins=plugins, config=config)
+    engine, _, _ = make(2, plugins=plugins, config=config)
 
     @contextlib.contextmanager
     def opened(config: Config) -> Iterator[Engine]:
@@ -102,7 +108,7 @@ def test_a_plugin_that_raises_while_it_runs_is_an_error_of_its_row(monkeypatch: 
     assert made["b"]["status"] == ACTED
 
 
-def test_what_stands_still_beside_others_is_not_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_still_beside_others_is_switched_once_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[tuple[str, bool]] = []
     toggle = PluginSet.toggle
 
@@ -115,7 +121,29 @@ def test_what_stands_still_beside_others_is_not_switched(monkeypatch: pytest.Mon
     made = rows(monkeypatch, [counting("a"), counting("b"), still, counting("off")], ("a", "b", "still"))
     assert made["still"]["status"] == NO_EFFECT
     assert {made[name]["status"] for name in ("a", "b", "off")} == {ACTED}
-    assert {name for name, _ in switched} == {"a", "b", "off"}
+    assert [pair for pair in switched if pair[0] == "still"] == [("still", False), ("still", True)]
+    tokens = made["still"]["tokens"]
+    assert tokens["on"]["n_compared"] == 2 * tokens["off"]["n_compared"] > 0, "two blocks with it on, one off"
+    assert tokens["on"]["n_changed"] == tokens["off"]["n_changed"] == 0
+    assert "tokens compared in 1 rows, 0 near ties" in summary([{**made["still"], "model": "m"}])["still"]["says"]
+
+
+def test_who_changes_tokens_without_counting_is_looked_at_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among plugins that stand still one flips tokens: only its row is an error."""
+    world = fake_clock.World(0)
+    quiet = fake_clock.plugins_of(world)["quiet"]
+    still = kit.plugin("still", {"batch_submitted": lambda self, batch: None})
+
+    def made_engine(*args: Any, **more: Any) -> Any:
+        engine, fake, other = fake_engine(*args, **more)
+        runner = fake_clock.WorldRunner(fake.kv, fake.next_token, fake.n_batch, fake.n_ubatch)
+        runner.world = world
+        engine.runner = runner
+        return engine, fake, other
+
+    made = rows(monkeypatch, [quiet, still], ("quiet", "still"), make=made_engine)
+    assert (made["quiet"]["status"], made["still"]["status"]) == (TOKENS_CHANGED, NO_EFFECT)
+    assert made["still"]["tokens"]["on"]["n_compared"] > 0
 
 
 def test_what_fails_beside_others_did_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:

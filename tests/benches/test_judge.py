@@ -51,6 +51,14 @@ def test_a_plugin_that_does_nothing_is_an_error() -> None:
     assert failed([result])
 
 
+def test_a_plugin_that_changes_a_token_and_does_not_count_it_is_an_error() -> None:
+    result = row("quiet")
+    assert (result["status"], result["effect"]) == (TOKENS_CHANGED, 0)
+    assert result["tokens"]["on"]["n_changed"] > result["tokens"]["off"]["n_changed"] == 0
+    assert row("quiet", margin=0.1)["status"] == NO_EFFECT, "a near tie may fall either way"
+    assert row("quiet", guard=GuardKind.CLOSE)["status"] == NO_EFFECT
+
+
 def test_a_plugin_that_changes_a_token_is_an_error() -> None:
     result = row("flips", n_pairs=3)
     assert result["status"] == TOKENS_CHANGED

@@ -33,13 +33,13 @@ def grid_row(
     }  # fmt: skip
 
 
-def grid_result(date: str, cpu: str = "Fast CPU", ratio: float = 1.0) -> dict[str, Any]:
+def grid_result(date: str, cpu: str = "Fast CPU", ratio: float = 1.0, n_repeats: int = 2) -> dict[str, Any]:
     rows = [
         grid_row(side, depth, repeat, base * 1000 + repeat, base * 50 + repeat, n)
         for side, base in (("off", ratio), ("upstream", 1.0))
         for n in (1, 5)
         for depth in (5000, 50_000)
-        for repeat in (0, 1)
+        for repeat in range(n_repeats)
     ]
     result = {
         "bench": "grid",
@@ -123,28 +123,56 @@ def test_a_file_that_is_no_json_is_named(results: Path) -> None:
 # -- tables
 
 
+CELLS = [(1, 5000), (1, 50_000), (5, 5000), (5, 50_000)]
+
+
 def test_pairs_are_the_same_cell_and_repeat_and_a_difference_is_found() -> None:
-    prefill, generation = grid_table.comparisons(grid_result("2026", ratio=1.1))
-    assert prefill["n_pairs"] == generation["n_pairs"] == 8
-    assert prefill["verdict"] == "A higher"
-    assert prefill["mean"] == pytest.approx(1.1, rel=0.01)
-    assert [c["verdict"] for c in grid_table.comparisons(grid_result("2026"))] == ["no difference"] * 2
+    found = grid_table.comparisons(grid_result("2026", ratio=1.1, n_repeats=3))
+    assert [(c["metric"], c["n_sessions"], c["depth"]) for c in found] == [
+        (metric, *cell) for metric in grid_table.METRICS for cell in CELLS
+    ]
+    for c in found:
+        assert (c["n_pairs"], c["verdict"]) == (3, "A higher")
+        assert c["mean"] == pytest.approx(1.1, rel=0.01)
+    same = grid_table.comparisons(grid_result("2026", n_repeats=3))
+    assert {c["verdict"] for c in same} == {"no difference"}
+
+
+def test_depths_are_not_pooled() -> None:
+    """A side that gains at one depth what it loses at another one: each of them is sure, together they would be nothing."""
+    result = grid_result("2026", n_repeats=3)
+    for row in result["rows"]:
+        if row["side"] == "off":
+            row["generate"]["tps"] *= 2.0 if row["depth"] == 5000 else 0.5
+    said = {(c["n_sessions"], c["depth"]): c for c in grid_table.comparisons(result) if c["metric"] == "generation t/s"}
+    assert {cell: c["verdict"] for cell, c in said.items()} == {
+        cell: "A higher" if cell[1] == 5000 else "A lower" for cell in CELLS
+    }
+    (line,) = [line for line in grid_table.comparison_lines(result) if "generation" in line]
+    assert "1 x 5k 2.000 (" in line
+    assert "5 x 50k 0.500 (" in line
+
+
+def test_fewer_than_three_pairs_of_a_cell_have_no_interval() -> None:
+    result = grid_result("2026", ratio=1.1)
+    assert {(c["n_pairs"], c["interval"], c["verdict"]) for c in grid_table.comparisons(result)} == {(2, None, None)}
+    assert "1 x 5k 1.100 (2 pairs, no interval); 1 x 50k" in grid_table.markdown(result)
 
 
 def test_plugins_off_and_the_unpatched_build_are_compared_whatever_comes_first() -> None:
-    result = grid_result("2026", ratio=1.1)
+    result = grid_result("2026", ratio=1.1, n_repeats=3)
     more = [{**row, "side": "ours"} for row in result["rows"] if row["side"] == "off"]
     result["sides"].insert(0, {"name": "ours", "label": "llamamg"})
     result["rows"] += more
     found = grid_table.comparisons(result)
     pairs = [("ours", "off"), ("ours", "upstream"), ("off", "upstream")]
-    assert [(c["a"], c["b"]) for c in found] == [pair for pair in pairs for _ in grid_table.METRICS]
-    assert [c["verdict"] for c in found] == ["no difference"] * 2 + ["A higher"] * 4
+    assert [(c["a"], c["b"]) for c in found] == [pair for pair in pairs for _ in grid_table.METRICS for _ in CELLS]
+    assert [c["verdict"] for c in found] == ["no difference"] * 8 + ["A higher"] * 16
     assert "llamamg, plugins off / llama-server (unpatched), prefill t/s" in grid_table.markdown(result)
 
 
 def test_what_is_ours_is_compared_with_the_unpatched_build_and_not_the_other_way_round() -> None:
-    result = grid_result("2026", ratio=1.1)
+    result = grid_result("2026", ratio=1.1, n_repeats=3)
     result["sides"].sort(key=lambda side: side["name"] != "upstream")
     assert result["sides"][0]["name"] == "upstream"
     found = grid_table.comparisons(result)
@@ -172,15 +200,16 @@ def test_tables_are_written_again(tmp_path: Path, capsys: Any) -> None:
 def test_a_cell_that_one_side_lacks_makes_no_pair() -> None:
     result = grid_result("2026")
     result["rows"] = [r for r in result["rows"] if not (r["side"] == "upstream" and r["n_sessions"] == 5)]
-    assert grid_table.comparisons(result)[0]["n_pairs"] == 4
+    assert {c["n_sessions"] for c in grid_table.comparisons(result)} == {1}
 
 
 def test_rows_measured_with_other_flags_stay_out_of_the_table_and_of_the_pairs() -> None:
     result = grid_result("2026")
+    before = grid_table.comparisons(result)
     result["rows"].append(grid_row("off", 5000, 0, 99_999.0, 99_999.0, kind="best ub"))
     assert "99999" not in "\n".join(grid_table.cell_table(result))
     assert "99999" in "\n".join(grid_table.cell_table(result, grid_table.BEST))
-    assert grid_table.comparisons(result)[0]["verdict"] == "no difference"
+    assert grid_table.comparisons(result) == before
 
 
 def test_the_markdown_says_what_was_left_out() -> None:
