@@ -34,7 +34,7 @@ class SeqCompact:
         self.always = always
         self.similarity = 0.10  # a common prefix above this share of the prompt is worth keeping; `configure` sets it
         self._times = PassTimes()
-        self._n_asked: dict[int, int] = {}  # by context: steps with a gap that nothing was decided about
+        self._n_asked: dict[int, int] = {}  # by context: steps with gaps since the last move whose times are unknown
         self._moved: set[int] = set()  # contexts whose next step copies cells, so its time says nothing
         self._drafting: set[int] = set()  # contexts whose last step had drafts, so its time says nothing either
 
@@ -64,15 +64,16 @@ class SeqCompact:
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn from steps in which everybody decodes one token."""
         rows, context = batch.rows, batch.group
-        if context in self._moved:
-            self._moved.discard(context)
-            return
+        copies = context in self._moved
+        self._moved.discard(context)
         if any(row.is_prompt for row in rows):
             return
         if any(len(row) > 1 for row in rows):
             self._drafting.add(context)
             return
         self._drafting.discard(context)
+        if copies:
+            return
         runs = runs_of(row.sequence.slot.seq_id for row in rows)
         self._times.add(runs, max(row.pos0 for row in rows), elapsed_s)
 
@@ -81,13 +82,12 @@ class SeqCompact:
         """The fewest moves that leave the busy ids without a gap, if that makes steps faster; [] to be asked again."""
         busy = [slot for slot in state.slots if slot.busy]
         moves = compact([slot.seq_id for slot in busy], [slot.seq_id for slot in state.slots])
-        context = state.slots[0].context
         if not moves:
-            self._n_asked.pop(context, None)
             return None
+        context = busy[0].context
         if not self.always and not self._is_worth(busy, context):
             return []
-        self._n_asked.pop(context, None)
+        self._n_asked[context] = 0
         self._moved.add(context)
         self.effect += len(moves)
         return moves
@@ -98,8 +98,8 @@ class SeqCompact:
         worth = self._times.is_worth(runs, depth)
         if worth is not None:
             return worth
-        n_asked = self._n_asked[context] = self._n_asked.get(context, 0) + 1
-        return n_asked > PATIENCE or context in self._drafting or self._times.is_known(runs, depth)
+        self._n_asked[context] = self._n_asked.get(context, 0) + 1
+        return self._n_asked[context] > PATIENCE or context in self._drafting or self._times.is_known(runs, depth)
 
     @hookimpl
     def select_slot(self, request: Request, slots: Seq[Slot]) -> Slot | None:

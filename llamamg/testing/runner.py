@@ -32,6 +32,7 @@ class FakeRunner(Runner):
     # rows of (seq_id, pos0, n_tokens, n_logits)
     batches: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
     fail: Callable[[Batch], BatchError | None] = lambda batch: None
+    elapsed_s: Callable[[Batch], float] = lambda batch: 0.001  # what a batch is said to have taken
     closed: bool = False
     aborted: bool = False
     pick: Callable[[int], int] = lambda n: 0  # which of n flights ends first
@@ -93,7 +94,7 @@ class FakeRunner(Runner):
             self._job(*flight)
             return None
         batch: Batch = flight
-        return Done(batch, [self._output(row) for row in batch.rows if row.n_logits], 0.001)
+        return Done(batch, [self._output(row) for row in batch.rows if row.n_logits], self.elapsed_s(batch))
 
     def _job(self, job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
         try:

@@ -162,6 +162,9 @@ def test_a_move_that_loses_a_part(opened: Opened, smol_model: Path) -> None:
     """The replay loses the same part: only computing the request alone shows it."""
 
     class Loses(SeqCompact):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "always": True})
+
         @hookimpl
         def engine_start(self, engine: Engine) -> None:
             kv = engine.scheduler.kv

@@ -12,7 +12,8 @@ from llamamg.guard import Guard
 from llamamg.plugins import plugin
 from llamamg.request import Finished, Started
 from llamamg.testing import ask, fake_engine, run
-from llamamg_plugins.seq_compact import SeqCompact
+
+from .compacting import AlwaysCompact
 
 DECLARE: dict[str, Any] = {"summary": "", "helps": "", "hurts": "", "guard": Guard.same_tokens()}
 PROMPT = list(range(40, 120))
@@ -131,7 +132,7 @@ def test_a_chain_of_moves(with_plugins: Callable[..., Any]) -> None:
 
 
 def test_five_slots_of_which_two_have_ended_stay_together(with_plugins: Callable[..., Any]) -> None:
-    engine, runner, events = with_plugins(SeqCompact, n_slots=5)
+    engine, runner, events = with_plugins(AlwaysCompact, n_slots=5)
     requests = [ask(prompt(i), n_predict=4 if i in (1, 3) else 20, id_slot=i) for i in range(5)]
     for request in requests:
         engine.submit(request)

@@ -13,7 +13,8 @@ from llamamg.guard import Guard
 from llamamg.plugins import plugin
 from llamamg.request import Finished, FinishReason
 from llamamg.testing import EOS, ask, count_up, fake_engine, run
-from llamamg_plugins.seq_compact import SeqCompact
+
+from .compacting import AlwaysCompact
 
 DECLARE: dict[str, Any] = {"summary": "", "helps": "", "hurts": "", "guard": Guard.same_tokens()}
 Drafter = Callable[[Any, int], list[int]]
@@ -255,7 +256,7 @@ def test_what_goes_back_at_its_next_decode_is_not_moved_before_it(with_plugins: 
             return []
 
     engine, runner, events = with_plugins(
-        cls, Holder, SeqCompact, n_slots=3, n_draft_max=4, hybrid=True, n_rs_seq=3, n_batch=12
+        cls, Holder, AlwaysCompact, n_slots=3, n_draft_max=4, hybrid=True, n_rs_seq=3, n_batch=12
     )
     Holder.n_steps = 0
     engine.submit(ask("prompt", id_slot=2, stop=("x",)))

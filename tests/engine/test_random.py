@@ -13,8 +13,8 @@ from llamamg.plugins import plugin
 from llamamg.request import Delta, Failed, Finished, Progress, Started
 from llamamg.testing import FakeSampler, ask, fake_engine, run
 from llamamg_plugins.prefill_gate import PrefillGate
-from llamamg_plugins.seq_compact import SeqCompact
 
+from .compacting import AlwaysCompact
 from .guesser import DECLARE, N_CTX_SLOT, Drafter, model
 
 
@@ -82,7 +82,7 @@ def check_running(engine: Any, runner: Any) -> None:
 def test_whatever_happens(with_plugins: Any, seed: int) -> None:
     rng = random.Random(seed)
     n_slots, hybrid, fails = rng.randrange(1, 5), rng.random() < 0.4, rng.random() < 0.5
-    classes = [Drafter, Splitter, *((Shuffler, SeqCompact, PrefillGate) if n_slots > 1 else ())]
+    classes = [Drafter, Splitter, *((Shuffler, AlwaysCompact, PrefillGate) if n_slots > 1 else ())]
     engine, runner, events = with_plugins(
         *classes,
         n_slots=n_slots,

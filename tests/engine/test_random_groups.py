@@ -15,8 +15,8 @@ from llamamg.errors import BatchError, KVFull
 from llamamg.plugins import plugin
 from llamamg.request import Failed, Finished
 from llamamg.testing import EOS, FakeSampler, ask, fake_engine, run
-from llamamg_plugins.seq_compact import SeqCompact
 
+from .compacting import AlwaysCompact
 from .guesser import DECLARE, N_CTX_SLOT, Drafter, model
 
 
@@ -73,7 +73,7 @@ def test_whatever_happens(with_plugins: Any, seed: int) -> None:
     n_slots = rng.randrange(2, 6)
     n_groups, n_prefill = rng.randrange(1, 4), rng.randrange(0, 3)
     fails = rng.random() < 0.4
-    classes = [mover(rng, rng.choice((1, 2, 9))), Drafter, SeqCompact]
+    classes = [mover(rng, rng.choice((1, 2, 9))), Drafter, AlwaysCompact]
     engine, runner, events = with_plugins(
         *classes,
         n_slots=n_slots,

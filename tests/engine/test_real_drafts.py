@@ -23,7 +23,8 @@ from llamamg.replay import record, replay
 from llamamg.request import Failed, Finished
 from llamamg.testing import ask
 from llamamg_plugins.qsa import Qsa
-from llamamg_plugins.seq_compact import SeqCompact
+
+from .compacting import AlwaysCompact
 
 EPSILON = 0.5  # nats; docs/guards.md
 N_PROBS = 4  # a token that is not among so many is no tie
@@ -239,7 +240,7 @@ def test_the_contexts_of_groups_have_room_for_the_states() -> None:
 def test_a_sequence_that_has_to_go_back_is_moved_only_afterwards(live: Callable[..., Any], micro_model: Path) -> None:
     """The second of three ends between rejections of the others: seq-compact moves the third into its place."""
     options = {"n_ctx": 3 * 512, "n_parallel": 3, "kv_unified": False, "n_draft_max": WIDE, "n_rs_seq": 7}
-    engine = live(micro_model, plugins=(Oracle, SeqCompact), **options)
+    engine = live(micro_model, plugins=(Oracle, AlwaysCompact), **options)
     off = plain(engine, 40)
     Oracle.answer, Oracle.width, Oracle.every, Oracle.rest = off.tokens, 5, 2, 1
     fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}

@@ -26,7 +26,8 @@ import pytest
 from llamamg import library as native_library
 from llamamg import paths
 from llamamg.request import Delta, Request, SamplingParams
-from llamamg_plugins.seq_compact import SeqCompact
+
+from .compacting import AlwaysCompact
 
 FORCED = 100
 N_PREDICT = 5
@@ -276,7 +277,7 @@ def test_seq_compact_keeps_a_step_in_one_ubatch(
 ) -> None:
     monkeypatch.setenv("LLAMA_BATCH_DEBUG", "1")
     log = tmp_path / "ours.log"
-    engine = live(smol_model, n_parallel=5, n_ctx=5 * 256, plugins=(SeqCompact,) if compacted else ())
+    engine = live(smol_model, n_parallel=5, n_ctx=5 * 256, plugins=(AlwaysCompact,) if compacted else ())
     library.mg.set_log("debug", log)
     try:
         sampling = SamplingParams(temperature=0.0, logit_bias=((FORCED, 1e6),))
