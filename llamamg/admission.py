@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Admission:
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
         self._n_ctx_slot, self._similarity = n_ctx_slot, similarity
+        self.is_settled: Callable[[int], bool] = lambda context: True  # whether no decode will copy cells about in it
         self.restorer = Restorer(kv, calls, self._changing)
 
     def add(self, waiting: Waiting) -> None:
@@ -100,6 +102,8 @@ class Admission:
         """Whether the request has to wait until a plugin has filled its slot."""
         if not self._calls.hooks.find_prefix or not waiting.request.cache_prompt:
             return False
+        if not self.is_settled(slot.context):
+            return False  # the next decode would copy other cells over what is put there
         return self.restorer.offer(waiting, slot, *self._own(slot, waiting.request))
 
     def _begin(self, waiting: Waiting, slot: Slot) -> Sequence:

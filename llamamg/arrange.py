@@ -15,7 +15,7 @@ from llamamg.request import Tokens
 from llamamg.slot import Slot
 from llamamg.stats import Stats
 
-SWAP_BYTES_MAX = 256 << 20  # a larger idle state would stall the step longer than computing it anew is worth
+SWAP_BYTES_MAX = 256 << 20  # a larger idle state would stall the step for too long
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class Arranger:
             return _complaint(moves, state.slots)
 
         moves = self._calls.first("arrange_slots", state, check=complaint)
+        if any(self._at(target).stays for _, target in moves or ()):
+            return False  # all or nothing: one move may make room for the next
         for source, target in moves or ():
             self._move(self._at(source), self._at(target))
         return moves is not None and not moves

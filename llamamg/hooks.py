@@ -25,6 +25,7 @@ REQUEST_HOOKS = (
     "find_prefix",
     "slot_released",
     "take_state",
+    "is_stored",
     "slot_changing",
     "request_finished",
 )
@@ -84,6 +85,7 @@ class Hooks:
     find_prefix: tuple[Hook, ...]
     slot_released: tuple[Hook, ...]
     take_state: tuple[Hook, ...]
+    is_stored: tuple[Hook, ...]
     slot_changing: tuple[Hook, ...]
     request_finished: tuple[Hook, ...]
     batches_in_flight: tuple[Hook, ...]

@@ -198,6 +198,16 @@ def slot_changing(slot: Slot, n_kept: int) -> None:
     """
 
 
+@hookspec(firstresult=True)
+def is_stored(slot: Slot) -> bool | None:
+    """Say whether `find_prefix` could give back all that an idle slot holds.
+
+    When: before `arrange_slots` and `balance_groups`, for idle slots whose content is too large to be moved aside.
+    Result: first result; True frees the slot's place for other sequences. Default: False, and the slot `stays`.
+    Must not: take longer than a millisecond.
+    """
+
+
 @hookspec
 def request_finished(request: Request, timings: Timings) -> None:
     """A request is over: after its last event, after a cancel and after an error alike.
@@ -227,7 +237,8 @@ def balance_groups(state: StepState) -> list[tuple[int, int]] | None:
     sequence ids of each group, `slot.home` is the id that a slot has in its group, `slot.group` the number of that.
     Result: first result, a list of (home of a busy slot, home of an idle slot of another group). The engine performs the
     moves when neither group has a batch in flight, beside the other groups; what the idle slot held goes the other way
-    if it is small, else it is given up. A move whose slots are just moving is left out; the hook is asked again after it.
+    if it is small, else it is given up. Left out: a move whose slots are just moving, and one to a slot that `stays`; the
+    hook is asked again later.
     Must not: name an id twice.
     """
 
@@ -240,8 +251,10 @@ def arrange_slots(state: StepState) -> list[tuple[int, int]] | None:
     decode groups, for each group by itself: `state.slots` are those that are there.
     Result: first result, a list of (busy seq_id, idle seq_id). The engine performs the moves in order: the sequence
     with its cells, recurrent state and checkpoints goes to the idle id; what the idle id held goes the other way if it
-    is small enough to copy within a step, else it is given up. Slot numbers shown to clients stay. An empty list: no move
-    now, and the hook is called again before the next step; None: not until the next change. Default: no move.
+    is small enough to copy within a step, else it is given up (`is_stored` says that it is not lost). An answer that names
+    a slot that `stays` as a destination is left out as a whole; the hook is asked again later. Slot numbers shown to
+    clients stay. An empty list: no move now, and the hook is called again before the next step; None: not until the next
+    change. Default: no move.
     Must not: name an id twice as a destination, or a destination that is busy when its turn comes.
     """
 

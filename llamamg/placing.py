@@ -12,6 +12,7 @@ from llamamg.layout import Layout
 from llamamg.moves import Moves
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Slot
+from llamamg.staying import Staying
 
 Show = Callable[[StepState, Seq[int]], None]
 
@@ -28,10 +29,12 @@ class Placing:
         layout: Layout,
         show: Show,
         undrafted: set[int],
+        staying: Staying,
     ) -> None:
         self._slots, self._calls, self._arranger, self._moves = slots, calls, arranger, moves
         self._layout, self._show = layout, show
         self._undrafted = undrafted  # contexts in which nobody may draft in the next step
+        self._staying = staying
         self._changed: set[int] = set()  # contexts whose set of busy slots is another one
         self._undecided: set[int] = set()  # contexts in which nothing changed, but a plugin wants to be asked again
         self._unbalanced = False
@@ -39,19 +42,25 @@ class Placing:
     @property
     def due(self) -> bool:
         """Whether there is anything to ask."""
-        return bool(self._changed or self._undecided)
+        return bool(self._changed or self._undecided) or self._staying.is_due
 
     def note(self, slot: Slot) -> None:
         """A sequence began, ended or moved there."""
         self._changed.add(slot.group)
         self._unbalanced = True
+        self._staying.reset()
 
     def ask(self, state: StepState, free: Seq[int]) -> None:
         """Let plugins move sequences between contexts, and within each of the `free` ones."""
         hooks = self._calls.hooks
         if any(slot.restoring for slot in self._slots):
             return  # cells being copied must stay where they are; asked again afterwards
+        if self._staying.is_due:
+            self._undecided.update(slot.group for slot in self._slots if slot.stays)
+            self._unbalanced = True
+            self._staying.mark(self._slots, free)
         if self._unbalanced and hooks.balance_groups and self._layout.n_contexts > 1:
+            self._staying.mark(self._slots, free)
             self._balance(state)
         self._unbalanced = False
         if not hooks.arrange_slots:
@@ -70,6 +79,8 @@ class Placing:
             if self._layout.n_contexts > 1:
                 self._show(state, (context,))
                 state.slots = here
+            if context in self._changed:
+                self._staying.mark(here, free)
             self._changed.discard(context)
             self._undecided.discard(context)
             if self._arranger.arrange(state):
@@ -88,6 +99,8 @@ class Placing:
             and not (slot.sequence is not None and slot.sequence.goes_back)
         }
 
+        staying = {slot.seq_id for slot in self._slots if slot.stays}
+
         def complaint(moves: list[tuple[int, int]]) -> str | None:
             named = [id_ for move in moves for id_ in move]
             if len(set(named)) != len(named):
@@ -95,7 +108,7 @@ class Placing:
             return next((text for move in moves if (text := self._why_not(*move))), None)
 
         for source, target in self._calls.first("balance_groups", state, check=complaint) or ():
-            if source in movable and target in movable:
+            if source in movable and target in movable and target not in staying:
                 self._moves.request(source, target)
 
     def _why_not(self, source: int, target: int) -> str | None:

@@ -25,6 +25,7 @@ from llamamg.runner import Done
 from llamamg.sequence import Sequence, SequenceState
 from llamamg.slot import Slot
 from llamamg.stats import ItlWindow, Stats
+from llamamg.staying import Staying
 
 
 class Watcher(Protocol):
@@ -70,6 +71,7 @@ class Scheduler:
         self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow(), groups=layout.groups)
         self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
         self._arranger, self._quarantine = arranger, quarantine
+        admission.is_settled = arranger.is_settled
         self._n_batch, self._rollback = n_batch, Rollback(kv)
         self._rows = Rows(
             calls, completion, checkpoints, self._rollback, stats, n_batch=n_batch, n_draft_max=n_draft_max
@@ -80,7 +82,9 @@ class Scheduler:
             slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note
         )
         self.moves.changing = arranger.changing = self.changing
-        self._placing = Placing(slots, calls, arranger, self.moves, layout, self._show, self._rows.undrafted)
+        self._placing = Placing(
+            slots, calls, arranger, self.moves, layout, self._show, self._rows.undrafted, Staying(slots, kv, calls)
+        )
         self._leaving: list[Sequence] = []  # ended while a batch of theirs was in flight
         self.watcher: Watcher | None = None
 
@@ -175,6 +179,10 @@ class Scheduler:
             self._admission.remove(waiting.request.id)
             self._drop(waiting)
 
+    def is_settled(self, context: int) -> bool:
+        """Whether all cells of a context are where they belong; if not, its next decode copies those of moved sequences."""
+        return self._arranger.is_settled(context)
+
     # -- steps
 
     def plan(self, free: Seq[int] = (0,)) -> Plan:
@@ -251,6 +259,9 @@ class Scheduler:
 
     # -- inside a step
 
+    def _is_used(self, context: int) -> bool:
+        return any(slot.sequence is not None and slot.context == context for slot in self.slots)
+
     def _note(self, slot: Slot) -> None:
         self._placing.note(slot)
 
@@ -277,9 +288,9 @@ class Scheduler:
         return state
 
     def _admit(self, state: StepState, free: Seq[int]) -> None:
-        if self._calls.hooks.find_prefix:
-            # A moved sequence's cells are copied in the next decode; until then nothing may be restored over them.
-            free = [context for context in free if self._arranger.is_settled(context)]
+        # What idle slots held is put back after the decode that copies a moved sequence's cells: a request that wants it
+        # waits. Where nobody is left to decode, the request's own prompt does that.
+        free = [context for context in free if self.is_settled(context) or not self._is_used(context)]
         self._admission.restorer.may_defer = self._layout.n_contexts == 1 and bool(self._running)
         begun, refused = self._admission.admit(state, free)
         for waiting, failed in refused:

@@ -47,6 +47,7 @@ class Slot:
     moving: bool = False  # on its way to another context, or waiting for that: nobody may use it
     restoring: bool = False  # stored state is being copied into it for a request
     goes_back: bool = False  # its last sequence ended so that what it holds is taken back by the next decode only
+    stays: bool = False  # idle, and what it holds would be lost for good if another sequence took its place
     copying: Transfer | None = None  # what it held when its last sequence ended is being copied out of it
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     checkpoints: list[Checkpoint] = field(default_factory=list)

@@ -53,6 +53,14 @@ class Restorer:
             under_way=self.under_way,
         )  # fmt: skip
 
+    def has(self, tokens: Tokens) -> bool:
+        """Whether all of this is there, so that a prompt that goes on with it could do so from its end."""
+        path, n = self._tree.find(tokens)
+        if n < len(tokens):
+            return False
+        state = self._tree.best_state(path, n) if self._kv.needs_checkpoints else None
+        return state is not None and state.n_tokens == n if self._kv.needs_checkpoints else True
+
     def go_on_beside(self, within_s: float) -> None:
         """Make more copies for each hit, where there is time."""
         for hit in self.under_way:

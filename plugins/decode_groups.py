@@ -260,7 +260,7 @@ class DecodeGroups:
         if n_busy[most] - n_busy[fewest] < 2:
             return None
         movable = [slot for slot in slots if slot.group == most and _may_move(slot)]
-        places = [slot for slot in slots if slot.group == fewest and not slot.busy]
+        places = [slot for slot in slots if slot.group == fewest and not slot.busy and not slot.stays]
         if not movable or not places:
             return None
         source = min(movable, key=lambda slot: len(slot.tokens))

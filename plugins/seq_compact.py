@@ -19,7 +19,7 @@ PATIENCE = 16  # steps to wait for times before it is tried
     name="seq-compact",
     summary="moves and places sequences so that busy slots have consecutive sequence ids",
     helps="several sessions that end at different times, one KV stream per slot",
-    hurts="the step that moves a long sequence; prompts cached in idle slots, where they are too large to swap",
+    hurts="the step that moves a long sequence",
     guard=Guard.same_tokens(),
     toggle="step",
     effect="moves",
@@ -81,7 +81,8 @@ class SeqCompact:
     def arrange_slots(self, state: StepState) -> list[tuple[int, int]] | None:
         """The fewest moves that leave the busy ids without a gap, if that makes steps faster; [] to be asked again."""
         busy = [slot for slot in state.slots if slot.busy]
-        moves = compact([slot.seq_id for slot in busy], [slot.seq_id for slot in state.slots])
+        kept = [slot.seq_id for slot in state.slots if slot.stays]
+        moves = compact([slot.seq_id for slot in busy], [slot.seq_id for slot in state.slots], kept)
         if not moves:
             return None
         context = busy[0].context
@@ -120,12 +121,12 @@ class SeqCompact:
         return any(slot.tokens.common_prefix(request.prompt) > useful for slot in slots if not slot.busy)
 
 
-def compact(busy: Seq[int], ids: Seq[int]) -> list[tuple[int, int]]:
+def compact(busy: Seq[int], ids: Seq[int], kept: Seq[int] = ()) -> list[tuple[int, int]]:
     """The fewest moves (from, to) that put the `busy` of `ids` on consecutive ones; of equals, the lowest.
 
-    None where `ids` has gaps so that no place is long enough.
+    Nobody goes to one of `kept`. No move where these, or gaps of `ids`, leave no place that is long enough.
     """
-    taken, there = set(busy), set(ids)
+    taken, there = set(busy), set(ids).difference(kept)
     n = len(taken)
     starts = [first for first in sorted(there) if there.issuperset(range(first, first + n))]
     if not starts or not n:

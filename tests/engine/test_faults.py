@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamamg import hookimpl
+from llamamg import arrange, hookimpl
 from llamamg.errors import BatchError
 from llamamg.guard import Guard
 from llamamg.hooks import COMPILED
@@ -44,7 +44,7 @@ def serve(engine: Any, runner: Any, events: list[Any], *, fail_once: bool) -> li
 
 
 @pytest.mark.parametrize("hook", [name for name in COMPILED if name != "plugin_quarantined"])
-def test_raising(with_plugins: Callable[..., Any], hook: str) -> None:
+def test_raising(with_plugins: Callable[..., Any], hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
 
     def function(self: Any) -> Any:
@@ -54,6 +54,9 @@ def test_raising(with_plugins: Callable[..., Any], hook: str) -> None:
     classes = [plugin_with(hook, function)]
     if hook in ("draft_verified", "spec_limit"):
         classes.append(plugin_with("draft", lambda self, sequence, limit: [sequence.last_token + 1], "drafter"))
+    if hook == "is_stored":
+        monkeypatch.setattr(arrange, "SWAP_BYTES_MAX", 1)
+        classes.append(plugin_with("arrange_slots", lambda self: None, "mover"))
     n_groups = 2 if hook in ("batches_in_flight", "balance_groups") else 1
     hybrid = hook == "take_state"
     engine, runner, events = with_plugins(*classes, n_draft_max=2, n_groups=n_groups, hybrid=hybrid)

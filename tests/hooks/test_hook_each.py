@@ -176,6 +176,10 @@ def test_hook_take_state(make: Any) -> None:
     check_first(make, "take_state", "a kept state", "slot")
 
 
+def test_hook_is_stored(make: Any) -> None:
+    check_first(make, "is_stored", True, "slot")
+
+
 def test_hook_slot_changing(make: Any) -> None:
     check_all(make, "slot_changing", "slot", "n_kept")
 

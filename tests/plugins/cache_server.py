@@ -24,9 +24,10 @@ class Server:
     """A fake engine stepped by the test, with the cache on."""
 
     def __init__(
-        self, n_slots: int = 1, *, hybrid: bool = False, n_groups: int = 1, n_prefill_slots: int = 0, **options: str
-    ) -> None:
-        self.plugins = on(AsyncCache, options={"async-cache": options})
+        self, n_slots: int = 1, *, hybrid: bool = False, n_groups: int = 1, n_prefill_slots: int = 0,
+        beside: tuple[type[object], ...] = (), **options: str,
+    ) -> None:  # fmt: skip
+        self.plugins = on(AsyncCache, *beside, options={"async-cache": options})
         self.engine: Engine
         self.runner: FakeRunner
         self.engine, self.runner, self.events = fake_engine(

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 from cache_server import Server, alone, talk
 
+from llamamg import arrange, staying
 from llamamg.request import Request
 from llamamg.testing import ask
 from llamamg_plugins import async_cache_save
 from llamamg_plugins.async_cache_hit import Hit
+from llamamg_plugins.seq_compact import SeqCompact
+
+
+class AlwaysCompact(SeqCompact):
+    """Moves at every gap, whatever times say."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "always": True})
 
 
 def decoding(server: Server, n_predict: int = 600) -> Request:
@@ -182,3 +191,35 @@ def test_a_request_that_goes_before_its_slot_is_emptied_leaves_it_empty(serve: C
     assert not server.parts.restorer.under_way
     assert not server.runner.kv.held[1]
     server.settle()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_slot_is_stored_once_all_of_it_is_saved(serve: Callable[..., Server], hybrid: bool) -> None:
+    server = serve(2, hybrid=hybrid)
+    slot = server.engine.slots[1]
+    server.run(ask(talk(700, 1), n_predict=8, id_slot=1))
+    assert server.cache.is_stored(slot)
+    slot.tokens.append(40)
+    assert not server.cache.is_stored(slot)
+    slot.tokens.keep(len(slot.tokens) - 1)
+    assert server.cache.is_stored(slot)
+    server.cache.forget()
+    assert not server.cache.is_stored(slot)
+
+
+def test_a_slot_makes_room_for_others_when_it_is_saved_and_comes_back(monkeypatch: Any) -> None:
+    """What is too large to change places: seq-compact waits for the save, and the conversation goes on from the cache."""
+    monkeypatch.setattr(arrange, "SWAP_BYTES_MAX", 16)
+    monkeypatch.setattr(staying, "AGAIN_S", 0.001)
+    server = Server(3, beside=(AlwaysCompact,))
+    first = talk(900, 1)
+    server.run(ask(first, n_predict=4, id_slot=1))
+    others = [ask(talk(40, 7 + i), n_predict=400, id_slot=2 * i) for i in range(2)]
+    server.run(*others)
+    assert server.engine.stats.n_moves == server.engine.stats.n_moves_dropped == 1
+    assert server.runner.batches[-1][0][0] + 1 == server.runner.batches[-1][1][0]
+    again = ask(first + talk(30, 3), n_predict=4)
+    assert server.run(again) == [alone([*first, *talk(30, 3)], 4)]
+    assert server.n_cached(again) >= 900
+    assert [server.text(other) for other in others] == [alone(talk(40, 7 + i), 400) for i in range(2)]
+    server.stop()

@@ -193,6 +193,10 @@ def test_what_cannot_or_should_not_move_stays() -> None:
     assert moved(slots) is None
     slots[1].sequence = Running()  # type: ignore[assignment]
     assert moved(slots) == [(1, 2)]
+    slots[2].stays = True
+    assert moved(slots) == [(1, 3)]
+    slots[3].stays = True
+    assert moved(slots) is None
 
 
 def engine_with(n_slots: int, *classes: type[Any], groups: str, prefill: str) -> Any:

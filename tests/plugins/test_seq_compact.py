@@ -41,6 +41,29 @@ def test_moves_are_legal_leave_no_gap_and_are_as_few_as_possible(n_ids: int) -> 
             assert sorted(after) == min(sorted(w) for w in fewest)
 
 
+@pytest.mark.parametrize("n_ids", range(1, 7))
+def test_nobody_goes_where_something_is_kept(n_ids: int) -> None:
+    for n in range(n_ids + 1):
+        for busy in itertools.combinations(range(n_ids), n):
+            idle = sorted(set(range(n_ids)) - set(busy))
+            for n_kept in range(len(idle) + 1):
+                for kept in itertools.combinations(idle, n_kept):
+                    moves = compact(busy, range(n_ids), kept)
+                    windows = [set(range(first, first + n)) for first in range(n_ids - n + 1)]
+                    open_ = [window for window in windows if not window & set(kept)]
+                    after = (set(busy) - {a for a, _ in moves}) | {b for _, b in moves}
+                    assert after in open_ if open_ else not moves
+                    assert len(moves) == min((len(set(busy) - window) for window in open_), default=0)
+
+
+def test_a_slot_that_stays_is_left_where_it_is() -> None:
+    slots = slots_of("x.x..")
+    slots[1].stays = True
+    assert SeqCompact(always=True).arrange_slots(StepState(64, 16, slots=slots)) == [(0, 3)]
+    slots[3].stays = True
+    assert SeqCompact(always=True).arrange_slots(StepState(64, 16, slots=slots)) is None
+
+
 def slots_of(busy: str, used: tuple[float, ...] | None = None) -> list[Slot]:
     """ "x.x": busy, idle, busy."""
     slots = [Slot(i, i, t_last_used=used[i] if used else -1.0) for i in range(len(busy))]

@@ -23,7 +23,9 @@ def test_loading_is_503_everywhere(path: str) -> None:
     assert response.json() == {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
 
 
-@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/completion", 404), ("/nope", 404)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", 200), ("/v1/models", 200), ("/completion", 404), ("/nope", 404)]
+)
 def test_head_is_get_without_its_body(server: Running, path: str, status: int) -> None:
     """Load balancers ask for /health so; and the connection goes on after it."""
     for _ in range(2):
