@@ -9,11 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llamamg import Config, Guard, Options, Unavailable, has_switch, hookimpl, plugin
+from llamamg import Config, Guard, Options, PluginError, Unavailable, has_switch, hookimpl, plugin
 from llamamg_plugins.native_effect import NativeEffect
 
 SWITCH = "small-graphs"
 RECORD = "record-rows"
+OF_OPTION = {"record-below": RECORD}  # option -> switch that older builds lack
+N_GRAPH_MAX = 8  # n_sets_max of native/src/graph_sets.cpp
+
+
+def graphs(text: str) -> int:
+    """A value of the option `count`."""
+    value = int(text)
+    if not 1 <= value <= N_GRAPH_MAX:
+        raise ValueError(text)
+    return value
+
+
+graphs.__name__ = f"a whole number from 1 to {N_GRAPH_MAX}"
 
 
 @plugin(
@@ -35,17 +48,15 @@ class SmallGraphs(NativeEffect):
 
     def __init__(self, count: int = 1, record_below: int = 32) -> None:
         super().__init__()
-        self.n_graph = count
-        self.record_below = record_below
+        self._values = {SWITCH: count, RECORD: record_below}
 
     @hookimpl
     def register_options(self, options: Options) -> None:
         """How many, where drafts and sessions make more than one shape; and which of a prompt's are worth recording."""
         options.add(
             "count",
-            type=int,
+            type=graphs,
             default=1,
-            minimum=1,
             help="graphs of small ubatches that a context keeps beside its own, 8 at most: one for each shape of ubatch "
             "that takes turns with others. Each costs compute buffers for 64 tokens",
         )
@@ -64,9 +75,13 @@ class SmallGraphs(NativeEffect):
         """Every model has graphs; the library must be ours."""
         if not has_switch(SWITCH):
             raise Unavailable("this native build cannot do it: run `llamamg build`")
+        for option in config.plugins.options.get(SWITCH, {}):
+            if option in OF_OPTION and not has_switch(OF_OPTION[option]):
+                raise PluginError(
+                    f"this native build has no {OF_OPTION[option]}: run `llamamg build`, or leave out --{SWITCH}-{option}"
+                )
 
     @hookimpl
     def native_switches(self) -> Mapping[str, Any]:
         """Off is upstream, bit for bit."""
-        record = {RECORD: self.record_below} if has_switch(RECORD) else {}  # a build from before it keeps graphs too
-        return {SWITCH: self.n_graph, **record}
+        return {name: value for name, value in self._values.items() if has_switch(name)}  # older builds keep graphs too

@@ -33,6 +33,26 @@ def test_a_build_from_before_record_rows_keeps_graphs(monkeypatch: pytest.Monkey
     assert plugin.native_switches() == {SWITCH: 2}
 
 
+@pytest.mark.parametrize(("option", "value", "switch"), [("record-below", "32", RECORD)])
+def test_what_an_older_build_cannot_do_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, option: str, value: str, switch: str
+) -> None:
+    monkeypatch.setattr("llamamg_plugins.small_graphs.has_switch", lambda name: name != switch)
+    monkeypatch.setattr("llamamg_plugins.native_effect.native_count", lambda name: 0)
+    for plugins in (
+        PluginsConfig(options={SWITCH: {option: value}}),
+        PluginsConfig(enable=(SWITCH,), only=True, options={SWITCH: {option: value}}),
+    ):
+        with pytest.raises(
+            PluginError, match=f"no {switch}: run `llamamg build`, or leave out --small-graphs-{option}"
+        ):
+            PluginSet.discover(plugins).configure(Config(ModelConfig(Path("model.gguf")), plugins=plugins), [])
+    count = PluginsConfig(enable=(SWITCH,), only=True, options={SWITCH: {"count": "2"}})
+    plugins_on = PluginSet.discover(count)
+    plugins_on.configure(Config(ModelConfig(Path("model.gguf")), plugins=count), [])
+    assert switch not in plugins_on.native_switches()
+
+
 def test_it_asks_for_a_switch_that_the_library_has(library: Library) -> None:
     if not library.patched:
         pytest.skip("the build under test is the unpatched one")
@@ -53,8 +73,9 @@ def test_the_number_of_graphs_and_what_is_recorded_are_options(library: Library)
     if library.patched:
         assert made(count="2").native_switches() == {SWITCH: 2, RECORD: 32}
         assert made(record_below="0").native_switches() == {SWITCH: 1, RECORD: 0}
-    with pytest.raises(PluginError, match="count"):
-        made(count="0")
+    for count in ("0", "9", "-1", "many"):
+        with pytest.raises(PluginError, match=f"'{count}' is not a whole number from 1 to 8"):
+            made(count=count)
     with pytest.raises(PluginError, match="record-below"):
         made(record_below="-1")
 
