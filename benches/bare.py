@@ -19,6 +19,8 @@ from llamamg.config import Config, ContextConfig, ModelConfig
 from llamamg.model import load_model, new_context
 from llamamg.vocab import Vocabulary
 
+from . import started
+
 
 class Bare:
     """A context and a loop."""
@@ -90,6 +92,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    started()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from llamamg import library
+
+from . import launch
 
 TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 
@@ -168,7 +169,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    launch.run(main)

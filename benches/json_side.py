@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import started
+
 
 def say(value: dict[str, Any]) -> None:
     """An answer."""
@@ -21,6 +23,7 @@ def asked() -> Iterator[dict[str, Any]]:
 
 def serve(main: Callable[[dict[str, Any]], None]) -> None:
     """Run `main` on the order of the command line and exit: 0, 1 after an error, which the parent says, or 130."""
+    started()
     try:
         main(json.loads(sys.argv[1]))
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from llamamg.errors import LoadError
 from llamamg.library import LibraryNotFound
 from llamamg.plugins import PluginError
 
+from . import started
 from .client import ServerError
 from .record import ResultsError, everything
 from .sides import SideError
@@ -23,6 +24,7 @@ EXPECTED = (SideError, ServerError, ResultsError, LibraryNotFound, LoadError, Pl
 
 def run(main: Callable[[], int]) -> None:
     """Run a bench's `main` and exit with its status."""
+    started()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(main())

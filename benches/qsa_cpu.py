@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from llamamg import library, synth
+
+from . import launch
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2}
 N_UBATCH = 512
@@ -117,4 +118,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.run(main)

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+from . import started
 from .flags import config_of, opened, unavailable, with_plugin
 from .loads import LOADS, Sizes
 from .session import Session
@@ -34,6 +35,7 @@ def _say(value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    started()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

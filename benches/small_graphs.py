@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from llamamg import library
 
+from . import launch
 from .pipeline_trace import host
 
 TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
@@ -196,4 +197,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.run(main)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from llamamg.start import quiet_interrupt
+import benches
+from llamamg.start import quiet_interrupt, restore
 
 # Sends the process what Ctrl-C sends, at the moment when Python is about to import the module named.
 PRESS = """
@@ -49,6 +51,61 @@ def test_nothing_is_said(module: str, program: str) -> None:
 def test_imports_of_the_server(micro_model: Path) -> None:
     done = press("uvicorn", INSTALLED, "serve", "-m", str(micro_model))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+BENCHES = Path(benches.__file__).parent
+PROGRAMS = sorted(path.stem for path in BENCHES.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+LAUNCHED = ("alone(", "launch.run(main)", "serve(main)", "started()")
+
+
+@pytest.mark.parametrize("module", ["llamamg_first", "argparse", "numpy", "tqdm"])
+@pytest.mark.parametrize("name", ["overhead", "gate", "handover"])
+def test_imports_of_a_bench(name: str, module: str) -> None:
+    """As Python runs `-m`: while it looks for the module, argv[0] is that."""
+    wanted = {"llamamg_first": f"benches.{name}"}.get(module, module)
+    program = f"import runpy; sys.argv[0] = '-m'; runpy._run_module_as_main('benches.{name}')"
+    done = press(wanted, program, "--help")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_bench_handles_it_itself_once_it_begins(name: str) -> None:
+    main = (BENCHES / f"{name}.py").read_text(encoding="utf-8").rpartition('if __name__ == "__main__":')[2]
+    assert any(word in main for word in LAUNCHED), "while it runs Ctrl-C would end it with nothing put in order"
+
+
+def test_a_bench_that_begins_has_its_exception_back() -> None:
+    code = (
+        "import sys; sys.argv = ['-m']; import benches, os, signal; benches.started()\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 7
+
+
+def test_a_program_that_only_imports_benches_keeps_its_handler() -> None:
+    code = "import benches, signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:
+    errors: list[BaseException] = []
+
+    def inside() -> None:
+        try:
+            with quiet_interrupt():
+                restore()
+        except ValueError as error:
+            errors.append(error)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread = threading.Thread(target=inside)
+        thread.start()
+        thread.join()
+        assert not errors
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_other_commands() -> None:
