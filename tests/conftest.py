@@ -92,7 +92,7 @@ def two_rpc_devices() -> Iterator[str]:
     """Endpoints of two rpc-servers on this machine, with a thread each. A process that uses them keeps them as devices."""
     program = paths.build("upstream") / "bin" / "ggml-rpc-server"
     if not program.is_file():
-        pytest.skip("no ggml-rpc-server: run `llamamg build --upstream --server`")
+        pytest.fail("no ggml-rpc-server: run `llamamg build --upstream --server`")
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(2)]
         for holder in holders:

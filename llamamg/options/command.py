@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from llamamg import __version__, library
+from llamamg import __version__
 from llamamg.config import Config
+from llamamg.json_schema import schema_to_grammar
 from llamamg.modelfile import open_model
 from llamamg.options.declared import declared_options
 from llamamg.options.describe import help_text
@@ -56,11 +57,10 @@ def _prepare(arguments: Sequence[str]) -> tuple[Config, PluginSet] | None:
 
 
 def with_grammar(config: Config, schema: str) -> Config:
-    """The config with a JSON schema as default grammar. The converter is llama_cpp's, so this loads the library."""
-    library.load(config.build)
+    """The config with a JSON schema as default grammar. Raises OptionError."""
     try:
-        grammar = import_module("llamamg.server.chat_format").schema_to_grammar(json.loads(schema))
-    except Exception as error:  # the converter raises whatever it stumbles over
-        raise OptionError(f"--json-schema cannot be turned into a grammar: {error or type(error).__name__}.") from error
+        grammar = schema_to_grammar(json.loads(schema))
+    except (ValueError, RecursionError) as error:  # not JSON, or no schema that has a grammar
+        raise OptionError(f"--json-schema cannot be turned into a grammar: {error}.") from error
     sampling = replace(config.generation.sampling, grammar=grammar)
     return replace(config, generation=replace(config.generation, sampling=sampling))

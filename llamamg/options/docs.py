@@ -27,6 +27,9 @@ the start with a sentence; nothing is ignored in silence.
 * A toggle's variable is truthy with on, enabled, true or 1 and falsy with off, disabled, false or 0. `LLAMA_ARG_NO_X`, set to
   anything, is the negative of `LLAMA_ARG_X`, as in llama-server.
 * A variable that begins with `LLAMA_ARG_` and is none of these is remarked on at the start.
+* A JSON schema, here or in a request, becomes a grammar: types, const and enum, members in the schema's order, items, lengths,
+  patterns, bounds of integers, dates and UUIDs, references inside the document, anyOf, oneOf and allOf are kept, and the
+  answer is JSON whatever the model prefers. `not`, `uniqueItems`, `multipleOf` and bounds of fractions are left to the model.
 
 A config file is TOML. Keys of `[serve]` are long option names without the dashes; `[plugins.NAME]` holds a plugin's options
 and `enabled`:

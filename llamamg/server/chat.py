@@ -101,8 +101,8 @@ def _text(message: Message) -> str:
 
 
 def _tools(body: Body) -> list[Any]:
-    tools = body.get("tools") if body.get("tools") is not None else []
-    for tool in expect("tools", tools, list, "array"):
+    tools: list[Any] = [] if body.get("tools") is None else expect("tools", body["tools"], list, "array")
+    for tool in tools:
         if type(tool) is not dict or type(tool.get("function")) is not dict:
             raise bad_field("tools", "every element must be an object with a 'function'")
     choice = body.get("tool_choice")

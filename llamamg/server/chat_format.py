@@ -1,4 +1,4 @@
-"""Chat templates and JSON schemas, all of it llama_cpp's work; this module is the only one to know that.
+"""Chat templates, llama_cpp's work; this module is the only one to know that.
 
 llama_cpp loads libllama when it is imported, so it is imported on first use: `llamamg.library.load` chooses which one.
 """
@@ -11,13 +11,6 @@ from typing import Any
 
 Message = dict[str, Any]
 _PROBE = "<probe-7f3a>"  # a text no template has by itself
-
-
-def schema_to_grammar(schema: dict[str, Any]) -> str:
-    """GBNF of a JSON schema. Raises what the converter raises."""
-    from llama_cpp.llama_grammar import json_schema_to_gbnf
-
-    return str(json_schema_to_gbnf(json.dumps(schema)))
 
 
 class ChatFormat:

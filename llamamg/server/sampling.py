@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from llamamg.json_schema import SchemaError, schema_to_grammar
 from llamamg.options import sampling_values
 from llamamg.request import RANDOM_SEED, SamplingParams
-from llamamg.server import chat_format
 from llamamg.server.contract import VocabularyLike
 from llamamg.server.errors import bad_field, bad_request
 from llamamg.server.fields import (
@@ -114,13 +114,11 @@ def _grammar(body: Body, default: str) -> str:
 def schema_grammar(schema: dict[str, Any]) -> str:
     """The grammar of a JSON schema; {} means any object. Raises ApiError."""
     try:
-        return chat_format.schema_to_grammar(schema or {"type": "object"})
+        return schema_to_grammar(schema or {"type": "object"})
     except RecursionError:
         raise bad_field("json_schema", "it is nested too deeply") from None
-    except Exception as error:  # the converter raises whatever it stumbles over
-        raise bad_field(
-            "json_schema", f"not a schema that can be turned into a grammar: {error or type(error)}"
-        ) from None
+    except SchemaError as error:
+        raise bad_field("json_schema", f"not a schema that can be turned into a grammar: {error}") from None
 
 
 def settings_json(sampling: SamplingParams, more: Mapping[str, Any], brief: bool = False) -> dict[str, Any]:

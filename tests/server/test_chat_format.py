@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamamg.server.chat_format import ChatFormat, schema_to_grammar
+from llamamg.server.chat_format import ChatFormat
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -66,8 +66,3 @@ def test_refusal_of_a_template_is_an_error() -> None:
 def test_model_without_a_template_gets_chatml() -> None:
     text = ChatFormat(None, "", "<|im_end|>").render([{"role": "user", "content": "hi"}])
     assert "<|im_start|>user\nhi<|im_end|>" in text
-
-
-def test_schema() -> None:
-    assert "root ::=" in schema_to_grammar({"type": "object", "properties": {"a": {"type": "integer"}}})
-    assert schema_to_grammar({"type": "boolean"}) != schema_to_grammar({"type": "integer"})

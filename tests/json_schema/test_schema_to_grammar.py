@@ -1,0 +1,184 @@
+"""What a schema's grammar lets through, asked of llama.cpp's own grammar: token by token, and whether it may end there."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamamg.json_schema import SchemaError, schema_to_grammar
+from llamamg.library import Library
+from llamamg.vocab import Vocabulary
+
+Allows = Callable[[Any, str], bool]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "pet": {"type": "boolean"}},
+    "required": ["age"],
+}
+TREE = {
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "of": {"type": "array", "items": {"$ref": "#/$defs/Node"}}},
+            "required": ["v", "of"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/Node",
+}
+CASES: list[tuple[str, Any, list[str], list[str]]] = [
+    ("anything", {}, ["1", '"a"', "null", "[1, {}]", "-2.5e-3"], ["01", "nul", "{a:1}", "1.", "+1"]),
+    ("object", {"type": "object"}, ["{}", '{"a": {"b":[]}}', '{\n  "a": 1,\n  "b": 2\n}'], ["[]", '{"a"}', '{"a":1,}']),
+    ("no raw control in a text", {"type": "string"}, ['"a\\nb"', '"\\u00e9é"', '""'], ['"a\nb"', '"a\tb"', '"\\x"', '"']),
+    ("type list", {"type": ["string", "null"], "maxLength": 2}, ['"ab"', "null"], ['"abc"', "1"]),
+    ("const", {"const": {"a": [1, "é"]}}, ['{"a": [1, "é"]}'], ['{"a": [1]}']),
+    ("enum", {"enum": ["r", 3, None, 'q"']}, ['"r"', "3", "null", '"q\\""'], ['"g"', "33"]),
+    ("lengths", {"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"a\\"c"'], ['"a"', '"abcd"']),
+    (
+        "members",
+        PERSON,
+        ['{"name":"x","age":1,"pet":true}', '{"age": 1}', '{"age":1,"pet":false}', '{"name":"x", "age":2}'],
+        ["{}", '{"name":"x"}', '{"pet":true,"age":1}', '{"age":1,"x":1}', '{"age":1,}', '{"age":"1"}'],
+    ),
+    (
+        "optional members",
+        {"properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}}},
+        ["{}", '{"a":1}', '{"b":2}', '{"c":3}', '{"a":1,"c":3}', '{"a":1,"b":2,"c":3}'],
+        ['{"c":3,"a":1}', '{,"b":2}', '{"a":2}'],
+    ),
+    (
+        "keys to be escaped",
+        {"properties": {'a b"c': {"type": "boolean"}, "é": {}}, "required": ['a b"c', "é"]},
+        ['{"a b\\"c":true,"é":0}'],
+        ['{"é":0}'],
+    ),
+    ("required alone", {"required": ["x"]}, ['{"x":[1]}'], ["{}"]),
+    ("a map", {"additionalProperties": {"type": "integer"}}, ["{}", '{"a":1,"b":2}'], ['{"a":"1"}', "{1:1}"]),
+    (
+        "a key that has a schema is no other key",
+        {"properties": {"ab": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        ['{"ab":1,"a":"x"}', '{"abc":"x"}', '{"b":"x","":"y"}', '{"ab":1}'],
+        ['{"ab":"x"}', '{"a":1}'],
+    ),
+    ("nothing more", {"type": "object", "additionalProperties": False}, ["{}", "{ }"], ['{"a":1}']),
+    ("items", {"type": "array", "items": {"type": "boolean"}}, ["[]", "[true]", "[true, false]"], ["[1]", "[true,]"]),
+    ("n items", {"items": {"const": 1}, "minItems": 2, "maxItems": 3}, ["[1,1]", "[1,1,1]"], ["[1]", "[1,1,1,1]", "[]"]),
+    ("at most one", {"items": {"const": 1}, "maxItems": 1}, ["[]", "[1]"], ["[1,1]"]),
+    ("a tuple", {"type": "array", "prefixItems": [{"const": 1}, {"type": "string"}]}, ['[1,"a"]'], ["[1]", '["a",1]']),
+    ("integer", {"type": "integer"}, ["0", "-7", "120"], ["1.5", "007", "-"]),
+    ("5 to 173", {"type": "integer", "minimum": 5, "maximum": 173}, ["5", "9", "10", "99", "173"], ["4", "174", "200", "05"]),
+    ("-12 to 3", {"type": "integer", "minimum": -12, "maximum": 3}, ["-12", "-1", "0", "3"], ["-13", "4", "-0", "12"]),
+    ("above 3", {"type": "integer", "exclusiveMinimum": 3}, ["4", "10", "31", "999"], ["3", "0", "-4"]),
+    ("at most -5", {"type": "integer", "maximum": -5}, ["-5", "-10", "-49"], ["-4", "5", "0"]),
+    ("draft 4", {"type": "integer", "minimum": 0, "exclusiveMinimum": True}, ["1", "20"], ["0", "-1"]),
+    ("number from 0", {"type": "number", "minimum": 0}, ["0.5", "1e3"], ["-1"]),
+    ("pattern", {"type": "string", "pattern": r"^[a-c]{2,3}-\d+(x|y)?$"}, ['"ab-1"', '"abc-12x"'], ['"a-1"', '"ab-"', '"ab-1z"']),
+    ("pattern inside", {"pattern": "b.d"}, ['"abcde"', '"b\\"d"'], ['"bd"', '"b\nd"']),
+    ("pattern alternatives", {"pattern": "^a$|^b+$"}, ['"a"', '"bb"'], ['"ab"']),
+    ("pattern classes", {"pattern": r'^[^x"]\w\s[\\/]$'}, ['"ab \\\\"', '"\\\\_ /"'], ['"xb /"', '"\\"b /"']),
+    ("date", {"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-13-01"', '"24-1-1"']),
+    ("date-time", {"format": "date-time"}, ['"2024-02-29T23:59:00Z"', '"2024-02-29T03:59:00.5+01:00"'], ['"2024-02-29"']),
+    ("uuid", {"format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"123e4567"']),
+    ("email", {"type": "string", "format": "email"}, ['"a@b.c"'], ['"a\n"', "1"]),
+    ("recursive", TREE, ['{"v":1,"of":[{"v":2,"of":[]}]}'], ['{"v":1,"of":[1]}', '{"v":1}']),
+    ("root again", {"anyOf": [{"const": 0}, {"items": {"$ref": "#"}, "minItems": 1}]}, ["0", "[0,[0]]"], ["[]", "1"]),
+    ("nullable", {"title": "T", "anyOf": [{"$ref": "#/x"}, {"type": "null"}], "x": {"const": 1}}, ["1", "null"], ["2"]),
+    (
+        "beside a choice",
+        {"properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a":1}', '{"b":1}', '{"a":1,"b":2}'],
+        ["{}"],
+    ),
+    (
+        "all of them",
+        {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"const": 2}}, "required": ["b"]}], "$defs": {"A": PERSON}},
+        ['{"age":1,"b":2}', '{"name":"x","age":1,"b":2}'],
+        ['{"age":1}', '{"b":2}'],
+    ),
+    ("long text", {"type": "string", "maxLength": 100_000}, ['"abc"'], ["1"]),
+    ("words about a value", {"description": "d", "default": 1}, ["1", '"a"'], ["x"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def allows(library: Library, micro_model: Path) -> Iterator[Allows]:
+    """Whether a text may be a whole answer under a schema."""
+    llama, vocab = library.llama, Vocabulary.open(micro_model)
+
+    def passes(grammar: Any, token: int) -> bool:
+        one = (llama.llama_token_data * 1)(llama.llama_token_data(id=token, logit=0.0, p=0.0))
+        array = llama.llama_token_data_array(data=one, size=1, selected=-1, sorted=False)
+        llama.llama_sampler_apply(grammar, ctypes.byref(array))
+        return bool(one[0].logit > float("-inf"))
+
+    def allowed(schema: Any, text: str) -> bool:
+        grammar = llama.llama_sampler_init_grammar(vocab.handle, schema_to_grammar(schema).encode(), b"root")
+        assert grammar, f"llama.cpp cannot read the grammar of {schema}"
+        try:
+            for token in vocab.tokenize(text, False, False):
+                if not passes(grammar, int(token)):
+                    return False
+                llama.llama_sampler_accept(grammar, int(token))
+            return passes(grammar, vocab.eos)
+        finally:
+            llama.llama_sampler_free(grammar)
+
+    yield allowed
+    vocab.close()
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_fits_is_allowed_and_nothing_else(allows: Allows, schema: Any, good: list[str], bad: list[str]) -> None:
+    for text in good:
+        json.loads(text)
+        assert allows(schema, text), text
+    for text in bad:
+        assert not allows(schema, text), text
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (7, 13), (0, 250), (-120, -7), (-3, 104), (95, 1001)])
+def test_every_integer_between_bounds(allows: Allows, low: int, high: int) -> None:
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    step = max(1, (high - low) // 40)
+    for n in [*range(low, high + 1, step), high]:
+        assert allows(schema, str(n)), n
+    for n in (low - 1, high + 1, low - 10, high + 10, high * 10 + 5, -high - 5):
+        assert allows(schema, str(n)) == (low <= n <= high), n
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        (False, "nothing fits"),
+        (5, "5 is not a schema"),
+        ({"type": "decimal"}, "there is no type 'decimal'"),
+        ({"$ref": "https://example.com/a.json"}, "not inside the schema"),
+        ({"$ref": "#/$defs/nope"}, "leads nowhere"),
+        ({"$ref": "#"}, "refers only to itself"),
+        ({"enum": []}, "a choice between nothing"),
+        ({"pattern": "(?=a)b"}, "lookahead"),
+        ({"pattern": "("}, "cannot be read"),
+        ({"type": "string", "minLength": "2"}, "minLength"),
+        ({"type": "integer", "minimum": 4, "maximum": 3}, "no integer is from 4 to 3"),
+        ({"properties": 5}, "properties must be an object"),
+        ({"anyOf": 5}, "anyOf must be a list"),
+        ({"items": {"required": 5}}, "required must be a list"),
+        ({"type": "integer", "minimum": "x"}, "minimum must be a number"),
+    ],
+)
+def test_what_has_no_grammar_is_said(schema: Any, part: str) -> None:
+    with pytest.raises(SchemaError, match=part):
+        schema_to_grammar(schema)
+
+
+def test_nested_without_end_is_an_error() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RecursionError):
+        schema_to_grammar(schema)
