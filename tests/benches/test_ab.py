@@ -21,7 +21,7 @@ from llamamg.library import Library
 from llamamg.plugins import Found, discover
 from llamamg.plugins import testing as kit
 
-ALWAYS = "--seq-compact-always"  # whatever is faster on this machine
+ALWAYS = ("--seq-compact-always", "on")  # whatever is faster on this machine
 SMALL = ["-t", "1", "--pairs", "3", "--depth", "16", "--tokens", "4", "--prompt", "600", "--no-warmup"]
 
 
@@ -46,7 +46,7 @@ def bench(micro_model: Path, library: object, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_plugin_that_acts_gets_its_numbers(bench: Any, micro_model: Path) -> None:
-    status, result, _ = bench(ab, "--plugin", "seq-compact", "--load", "five", ALWAYS)
+    status, result, _ = bench(ab, "--plugin", "seq-compact", "--load", "five", *ALWAYS)
     assert status == 0
     row = result["rows"][0]
     assert row["status"] == ACTED
@@ -73,7 +73,7 @@ def test_a_plugin_that_does_not_apply_says_why(bench: Any) -> None:
 
 
 def test_two_processes(bench: Any) -> None:
-    status, result, _ = bench(ab, "--plugin", "seq-compact", "--load", "five", "--restart")
+    status, result, _ = bench(ab, "--plugin", "seq-compact", "--load", "five", "--restart", *ALWAYS)
     assert (status, result["rows"][0]["how"]) == (0, "two processes")
     assert result["rows"][0]["effect"] >= 3
 
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_nothing(micro_model: Path, tmp_path: Path, how: tuple[str,
 
 
 def test_every_shipped_plugin_acts_somewhere(bench: Any) -> None:
-    status, result, _ = bench(ablation, ALWAYS)
+    status, result, _ = bench(ablation, *ALWAYS)
     assert status == 0, ablation.table(result)
     shipped = [name for name, entry in discover().items() if entry.shipped]
     assert sorted(result["plugins"]) == sorted(discover())

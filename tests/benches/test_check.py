@@ -238,7 +238,7 @@ def test_the_command(library: Library, micro_model: Path, tmp_path: Path, capsys
     results = tmp_path / "results"
     code, out, err = run(
         capsys, "-m", str(micro_model), "-t", "1", "--no-warmup", "--tokens", "6", "--prompt", "300",
-        "--results", str(results),
+        "--seq-compact-always", "on", "--results", str(results),
     )  # fmt: skip
     assert code == 0, err
     (file,) = results.glob("*/*/result.json")
