@@ -61,6 +61,21 @@ def test_a_moved_sequence_goes_on_and_its_slot_number_stays(with_plugins: Callab
     assert engine.stats.n_moves == 1
 
 
+@pytest.mark.parametrize(("undecided", "ids"), [(0, [2]), (1, [2, 2, 0]), (3, [2, 2, 2, 2, 0])])
+def test_an_empty_list_asks_again_and_none_only_at_the_next_change(
+    with_plugins: Callable[..., Any], undecided: int, ids: list[int]
+) -> None:
+    """The sequence begins in the first step; what is said in the second is said about that."""
+    plans = [*[[]] * undecided, [(2, 0)]] if undecided else [None, [(2, 0)]]
+    engine, runner, events = with_plugins(moving(*plans), n_slots=3)
+    request = ask(prompt(0), n_predict=10, id_slot=2)
+    engine.submit(request)
+    run(engine)
+    where = [row[0] for batch in runner.batches for row in batch]
+    assert where == (ids[:-1] + ids[-1:] * (10 - len(ids) + 1))
+    assert texts(events)[request.id] == alone(0, 10)
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_what_the_idle_slot_held_comes_back_after_the_next_decode(
     with_plugins: Callable[..., Any], hybrid: bool
