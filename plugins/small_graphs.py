@@ -1,7 +1,7 @@
 """The graph of a step's decoding rows survives the prompt beside them: neither is built anew in every step.
 
-The work is native: a switch that gives a context another scheduler for small ubatches, and one that says which ubatches of
-a prompt CUDA records. This class turns them and reads a counter.
+The work is native: a switch that gives a context another scheduler for small ubatches, one that says which ubatches of a
+prompt CUDA records, and one for how it adds up products that were split. This class turns them and reads a counter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from llamamg_plugins.native_effect import NativeEffect
 
 SWITCH = "small-graphs"
 RECORD = "record-rows"
-OF_OPTION = {"record-below": RECORD}  # option -> switch that older builds lack
+FIXUP = "quick-fixup"
+OF_OPTION = {"record-below": RECORD, FIXUP: FIXUP}  # option -> switch that older builds lack
 N_GRAPH_MAX = 8  # n_sets_max of native/src/graph_sets.cpp
 
 
@@ -46,13 +47,13 @@ class SmallGraphs(NativeEffect):
 
     counted, switch = ("spared",), SWITCH
 
-    def __init__(self, count: int = 1, record_below: int = 32) -> None:
+    def __init__(self, count: int = 1, record_below: int = 32, quick_fixup: bool = True) -> None:
         super().__init__()
-        self._values = {SWITCH: count, RECORD: record_below}
+        self._values = {SWITCH: count, RECORD: record_below, FIXUP: int(quick_fixup)}
 
     @hookimpl
     def register_options(self, options: Options) -> None:
-        """How many, where drafts and sessions make more than one shape; and which of a prompt's are worth recording."""
+        """How many, where drafts and sessions make more than one shape; and what CUDA does with small ubatches."""
         options.add(
             "count",
             type=graphs,
@@ -68,6 +69,13 @@ class SmallGraphs(NativeEffect):
             help="CUDA: a prompt's ubatches of so many tokens or more, but not full ones (--ubatch-size), are launched kernel "
             "by kernel, so that no new size costs a step of 25 ms more; others are recorded as a graph, as upstream does "
             "with all (0)",
+        )
+        options.add(
+            FIXUP,
+            type=bool,
+            default=True,
+            help="CUDA: parts of a quantized product that is split between SMs are added up by more threads, in the same order; "
+            "ubatches of some 10 to 256 tokens are computed so",
         )
 
     @hookimpl

@@ -18,9 +18,10 @@
 
 namespace {
 
-const char * const names[MG_TRACE_COUNT] = { "ubatch",    "reused",  "rebuilt",   "spared", "built", "kept",
-                                             "limited",   "realloc", "allocated", "inputs", "split", "copied",
-                                             "submitted", "begin",   "end",       "tiled",  "eager", "drained" };
+const char * const names[MG_TRACE_COUNT] = { "ubatch", "reused",  "rebuilt",   "spared",    "built",
+                                             "kept",   "limited", "realloc",   "allocated", "inputs",
+                                             "split",  "copied",  "submitted", "begin",     "end",
+                                             "tiled",  "eager",   "drained",   "fixup" };
 
 std::atomic<int64_t> counts[MG_TRACE_COUNT];
 

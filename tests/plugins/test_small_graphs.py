@@ -14,7 +14,7 @@ from llamamg.library import Library
 from llamamg.loading import load
 from llamamg.plugins import PluginError, PluginSet
 from llamamg.request import Finished, Request, SamplingParams
-from llamamg_plugins.small_graphs import RECORD, SWITCH, SmallGraphs
+from llamamg_plugins.small_graphs import FIXUP, RECORD, SWITCH, SmallGraphs
 
 
 def test_it_stays_off_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_a_build_from_before_record_rows_keeps_graphs(monkeypatch: pytest.Monkey
     assert plugin.native_switches() == {SWITCH: 2}
 
 
-@pytest.mark.parametrize(("option", "value", "switch"), [("record-below", "32", RECORD)])
+@pytest.mark.parametrize(("option", "value", "switch"), [("record-below", "32", RECORD), ("quick-fixup", "off", FIXUP)])
 def test_what_an_older_build_cannot_do_is_no_silence(
     monkeypatch: pytest.MonkeyPatch, option: str, value: str, switch: str
 ) -> None:
@@ -58,9 +58,10 @@ def test_it_asks_for_a_switch_that_the_library_has(library: Library) -> None:
         pytest.skip("the build under test is the unpatched one")
     plugin = SmallGraphs(count=3, record_below=48)
     plugin.configure(Config(ModelConfig(Path("model.gguf"))))
-    assert plugin.native_switches() == {SWITCH: 3, RECORD: 48}
-    assert {SWITCH, RECORD} <= {switch.name for switch in library.mg.switches()}
+    assert plugin.native_switches() == {SWITCH: 3, RECORD: 48, FIXUP: 1}
+    assert {SWITCH, RECORD, FIXUP} <= {switch.name for switch in library.mg.switches()}
     assert facts.native_count("spared") >= 0
+    assert facts.native_count("fixup") >= 0
 
 
 def test_the_number_of_graphs_and_what_is_recorded_are_options(library: Library) -> None:
@@ -71,8 +72,9 @@ def test_the_number_of_graphs_and_what_is_recorded_are_options(library: Library)
         return plugins
 
     if library.patched:
-        assert made(count="2").native_switches() == {SWITCH: 2, RECORD: 32}
-        assert made(record_below="0").native_switches() == {SWITCH: 1, RECORD: 0}
+        assert made(count="2").native_switches() == {SWITCH: 2, RECORD: 32, FIXUP: 1}
+        assert made(record_below="0").native_switches() == {SWITCH: 1, RECORD: 0, FIXUP: 1}
+        assert made(quick_fixup="off", count="8").native_switches() == {SWITCH: 8, RECORD: 32, FIXUP: 0}
     for count in ("0", "9", "-1", "many"):
         with pytest.raises(PluginError, match=f"'{count}' is not a whole number from 1 to 8"):
             made(count=count)
