@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamamg import Cells, Workers, pick_copier
+from llamamg import Cells, Copier, Workers, pick_copier
 from llamamg.statefile import FolderLock, model_identity
 from llamamg_plugins.async_cache_blocks import BlockPool
 from llamamg_plugins.async_cache_disk import Disk
@@ -34,15 +34,20 @@ class Sizes:
 
 @dataclass(slots=True, eq=False)
 class Parts:
-    """All of it on the engine thread. `way` says how copies are made, for people."""
+    """All of it on the engine thread."""
 
-    way: str
+    copier: Copier
     tree: Tree
     workers: Workers
     kept: KeptStates
     saver: Saver
     restorer: Restorer
     disk: Disk | None
+
+    @property
+    def way(self) -> str:
+        """How copies are made at the moment, for people: a fault of a driver changes it."""
+        return f"{self.copier.name}: {self.copier.way}"
 
     @property
     def is_settled(self) -> bool:
@@ -84,7 +89,7 @@ class Parts:
 
 def make_parts(engine: Any, cells: Cells, sizes: Sizes, folder: Path | None, lock: FolderLock | None) -> Parts:
     """Take the memory and start the threads. The lock is the folder's, and goes with the thread that writes there."""
-    copier, why = pick_copier(cells)
+    copier, _ = pick_copier(cells)
     n_max = sizes.ram * MIB if sizes.ram >= 0 else 1 << 60
     on_host = all(plane.device == "" for plane in cells.planes(0))
     # Two keep a GPU's copies going; checking what comes from disk takes more.
@@ -119,4 +124,4 @@ def make_parts(engine: Any, cells: Cells, sizes: Sizes, folder: Path | None, loc
     if disk is not None:
         saver.saved = disk.write
     restorer = Restorer(engine, cells, tree, copier, workers, kept, disk)
-    return Parts(f"{copier.name}: {why}", tree, workers, kept, saver, restorer, disk)
+    return Parts(copier, tree, workers, kept, saver, restorer, disk)

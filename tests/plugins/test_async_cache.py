@@ -318,3 +318,11 @@ def test_what_happened_is_in_the_metrics(serve: Callable[..., Server]) -> None:
     assert float(found["llamamg:async_cache_saved_bytes_total"]) == 4 * 2 * 601
     assert float(found["llamamg:async_cache_bytes"]) == 6 * 4 * N_ROWS
     assert "threads: the cache is in main memory" in server.cache.note
+
+
+def test_the_note_says_the_way_of_the_moment() -> None:
+    server = Server()
+    assert "threads: the cache is in main memory" in server.cache.note
+    server.parts.copier.way = "one by one: the driver gave up"  # type: ignore[misc]
+    assert "threads: one by one: the driver gave up" in server.cache.note
+    assert server.cache.way == "threads: one by one: the driver gave up"
