@@ -15,7 +15,7 @@ from llamamg.arrange import Arranger
 from llamamg.cells import NativeCells
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
-from llamamg.config import Config
+from llamamg.config import Config, ContextConfig
 from llamamg.devices import split
 from llamamg.engine import Engine
 from llamamg.errors import LoadError, NativeError
@@ -71,7 +71,7 @@ def load(
     made = contexts.make(lib, handle, config, model, vocab)
     runner, kv = made.runner, made.kv
     plugins.apply_switches = _adapting(lib, made, plugins.apply_switches)
-    n_ctx_slot = llama.llama_n_ctx_seq(runner.context)
+    n_ctx_slot = slot_context(llama.llama_n_ctx_seq(runner.context), model.n_ctx_train, config.context)
 
     def new_sampler(request: Request) -> Sampler:
         return Sampler(llama, lib.mg, vocab, request.sampling, request.prompt, n_ctx_slot)
@@ -206,6 +206,18 @@ def assemble(
 
 def _not_a_state(kept: KeptState) -> str | None:
     return None if isinstance(kept, KeptState) else f"{kept!r} is not a KeptState"
+
+
+def slot_context(n_ctx: int, n_ctx_train: int, context: ContextConfig) -> int:
+    """Tokens a slot may hold: as llama-server, no more than the model was trained with, unless its positions are stretched."""
+    stretched = context.rope_scaling not in (None, "none") or context.rope_scale or context.rope_freq_scale
+    if stretched or context.rope_freq_base or not 0 < n_ctx_train < n_ctx:
+        return n_ctx
+    _warn(
+        f"a slot has room for {n_ctx} tokens and the model was trained with {n_ctx_train}: requests stop there "
+        f"(--rope-scaling and --rope-scale stretch its positions; else -c {n_ctx_train} for each slot is enough)"
+    )
+    return n_ctx_train
 
 
 def _connect_switches(lib: native.Library, plugins: PluginSet, given: Mapping[str, bool]) -> None:

@@ -15,7 +15,8 @@ OPTIONS = (
         env="LLAMA_ARG_CTX_SIZE",
         target="context.n_ctx",
         parse=integer(0),
-        help="tokens of context over all slots together; 0 takes what the model was trained with",
+        help="tokens of context over all slots together; 0 takes what the model was trained with, and no slot takes more "
+        "than that without a --rope option",
         group=GROUP,
         example="8192",
     ),

@@ -5,6 +5,7 @@ Whatever is constant for a request is rendered once; a streamed token costs one 
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import string
 import time
@@ -61,7 +62,9 @@ class TokenTexts:
         found = self._known.get(token)
         if found is None:
             data = self.vocab.piece(token)
-            text = data.decode("utf-8", "ignore")
+            text = codecs.utf_8_decode(data, "replace", False)[
+                0
+            ]  # without the beginning of a character, as llama-server
             found = orjson.dumps({"id": token, "token": text, "bytes": list(data)})[1:-1]
             self._known[token] = found
         return found

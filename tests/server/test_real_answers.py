@@ -190,6 +190,23 @@ def test_same_prompt_twice_on_a_hybrid_model(library: object, micro_model: Path)
     assert first.json()["tokens"] == second.json()["tokens"]
 
 
+def test_context_ends_where_the_training_did(
+    library: object, synth_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not where a stretched model's does."""
+    model = synth_model(ctx=256)
+    body = {"prompt": "x " * 200, "n_predict": 1000, "ignore_eos": True, "temperature": 0}
+    with serve(model, n_parallel=1) as short:
+        assert short.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 256
+        answer = short.post("/completion", body).json()
+        assert answer["truncated"]
+        assert answer["tokens_evaluated"] + answer["tokens_predicted"] <= 256 + 1
+        assert short.post("/completion", {"prompt": "x " * 300}).json()["error"]["n_ctx"] == 256
+    assert "trained with 256" in capfd.readouterr().err
+    with serve(model, n_parallel=1, rope_scaling="linear", rope_scale=4.0) as stretched:
+        assert stretched.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 1024
+
+
 def test_long_body_goes_through_the_parse_process(server: Running) -> None:
     body = {"prompt": "short", "n_predict": 4, "temperature": 0, "padding": "x" * 100_000}
     small = server.post("/completion", {**body, "padding": ""}).json()
