@@ -16,6 +16,7 @@ from .switching import Sides
 from .tokens import Reference, TokenCount
 
 N_PROBES = 2  # blocks in which a plugin must have acted once, or timing it is pointless
+N_AGAIN = 2  # blocks of each side that must agree before a plugin that stood still is blamed
 HIGHER_IS_BETTER = {
     "decode_tps": True,
     "prefill_tps": True,
@@ -54,11 +55,8 @@ def judge(
     row: dict[str, Any] = {"plugin": plugin, "how": sides.how, "guard": guard.value, "effect": effect, "n_pairs": 0}
     counts[True].add(*reference.compare(probe.tokens))
     if effect == 0:
-        changed = STOOD_STILL
-        if counts[True].n_changed and guard is not GuardKind.CLOSE:  # though it says that it did nothing
-            counts[False].add(*reference.compare(sides.block(False).tokens))
-            changed = _status(guard, counts)
-        return {**row, **tokens_json(counts), **changed}
+        changed = guard is not GuardKind.CLOSE and _changes_silently(sides, reference, counts)
+        return {**row, **tokens_json(counts), **(_status(guard, counts) if changed else STOOD_STILL)}
     if budget_s is not None:
         n_pairs = max(N_PAIRS_MIN, min(n_pairs, int(budget_s / (2 * probe_s + 1e-9))))
     blocks: dict[bool, list[Block]] = {True: [], False: []}
@@ -75,6 +73,20 @@ def judge(
     row["metrics"] = {name: compared(name, blocks[True], blocks[False]) for name in metrics}
     row.update(tokens_json(counts))
     return {**row, **_status(guard, counts)}
+
+
+def _changes_silently(sides: Sides, reference: Reference, counts: dict[bool, TokenCount]) -> bool:
+    """Whether answers are others with a plugin that says it did nothing: each time with it, and never without. Other
+    plugins decide by times, so an answer may differ now and then by itself."""
+    if not counts[True].n_changed:
+        return False
+    for _ in range(N_AGAIN):
+        for on in (False, True):
+            n_before = counts[on].n_changed
+            counts[on].add(*reference.compare(sides.block(on).tokens))
+            if (counts[on].n_changed > n_before) != on:
+                return False
+    return True
 
 
 def compared(name: str, on: list[Block], off: list[Block]) -> dict[str, Any]:

@@ -104,6 +104,26 @@ def test_a_model_that_does_not_repeat_itself_is_not_blamed_on_the_plugin() -> No
     assert judge(sides, "same", ("decode_tps",), GuardKind.SAME_TOKENS, 3)["status"] == NOT_MEASURED
 
 
+@pytest.mark.parametrize(("differing", "status"), [({1}, NO_EFFECT), ({1, 3}, NO_EFFECT), ({1, 3, 5}, TOKENS_CHANGED)])
+def test_a_plugin_that_stood_still_is_blamed_only_for_what_comes_and_goes_with_it(
+    differing: set[int], status: str
+) -> None:
+    """Blocks 0 and 1 are the probes, then off and on take turns."""
+    world = World(0)
+    engine = engine_with("nothing", world)
+    sides = Toggled(Session(engine, LOADS["solo"], SIZES, world.clock), "nothing")
+    plain, n = sides.block, iter(range(100))
+
+    def block(enabled: bool) -> Any:
+        made = plain(enabled)
+        if next(n) in differing:
+            made.tokens[0][3] = 40
+        return made
+
+    row = judge(_With(sides, block), "nothing", ("decode_tps",), GuardKind.SAME_TOKENS, 3)
+    assert row["status"] == status
+
+
 class _With:
     how = "a test"
 
