@@ -202,8 +202,9 @@ def slot_changing(slot: Slot, n_kept: int) -> None:
 def is_stored(slot: Slot) -> bool | None:
     """Say whether `find_prefix` could give back all that an idle slot holds.
 
-    When: before `arrange_slots` and `balance_groups`, for idle slots whose content is too large to be moved aside.
-    Result: first result; True frees the slot's place for other sequences. Default: False, and the slot `stays`.
+    When: before `arrange_slots` and `balance_groups`, for idle slots that hold something.
+    Result: first result; True frees the slot's place for other sequences. Default: False, and the slot `stays` if its
+    content is too large to be moved aside.
     Must not: take longer than a millisecond.
     """
 

@@ -20,7 +20,8 @@ class Staying:
 
     def __init__(self, slots: list[Slot], kv: KVCache, calls: HookCalls) -> None:
         self._slots, self._kv, self._calls = slots, kv, calls
-        self._sizes: dict[int, tuple[int, int]] = {}  # slot -> tokens, and the bytes that these take
+        self._n_small = 0  # so many tokens were found to be few enough to change places
+        self._n_large = 1 << 62  # so many were not
         self._again_s, self._again_at = AGAIN_S, float("inf")
 
     @property
@@ -44,16 +45,18 @@ class Staying:
     def _would_be_lost(self, slot: Slot, free: Seq[int]) -> bool:
         if slot.copying is not None and not slot.copying.is_over:
             return True  # a move would cut the copy
-        n_bytes = self._n_bytes(slot, free)
-        if n_bytes is not None and n_bytes <= arrange.SWAP_BYTES_MAX:
+        if self._calls.hooks.is_stored and self._calls.first("is_stored", slot):
             return False
-        return not (self._calls.hooks.is_stored and self._calls.first("is_stored", slot))
+        return not self._is_small(slot, free)
 
-    def _n_bytes(self, slot: Slot, free: Seq[int]) -> int | None:
+    def _is_small(self, slot: Slot, free: Seq[int]) -> bool:
+        """Whether it may change places. More tokens never take less room, and to ask takes a millisecond for 50k tokens."""
         n_tokens = len(slot.tokens)
-        known = self._sizes.get(slot.id)
-        if known is None or known[0] != n_tokens:
-            if slot.context not in free:
-                return None
-            known = self._sizes[slot.id] = (n_tokens, self._kv.size(slot.seq_id))
-        return known[1]
+        if n_tokens <= self._n_small or n_tokens >= self._n_large or slot.context not in free:
+            return n_tokens <= self._n_small
+        is_small = self._kv.size(slot.seq_id) <= arrange.SWAP_BYTES_MAX
+        if is_small:
+            self._n_small = n_tokens
+        else:
+            self._n_large = n_tokens
+        return is_small

@@ -173,6 +173,34 @@ def test_once_it_is_stored_it_makes_room(with_plugins: Callable[..., Any], tiny_
     assert texts(events)[moved.id] == alone(1, 9)
 
 
+def test_memory_is_asked_for_few_sizes(with_plugins: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through all cells of a sequence: what is known of fewer and of more tokens answers the rest."""
+    engine, runner, _ = with_plugins(Wanting, n_slots=2)
+    asked: list[int] = []
+    size = type(runner.kv).size
+    monkeypatch.setattr(
+        type(runner.kv), "size", lambda self, seq_id, flags=0: asked.append(seq_id) or size(self, seq_id)
+    )
+    monkeypatch.setattr(arrange, "SWAP_BYTES_MAX", size(runner.kv, 0) + 1)
+    marks = staying.Staying(engine.slots, runner.kv, engine.calls)
+    slot = engine.slots[0]
+    for n, stays in ((10, True), (8, True), (11, True), (10, True)):
+        slot.tokens.keep(0)
+        slot.tokens.extend(range(n))
+        runner.kv.held[0] = list(range(n))
+        marks.mark([slot], (0,))
+        assert slot.stays == stays
+    assert len(asked) == 2
+    monkeypatch.setattr(arrange, "SWAP_BYTES_MAX", 1 << 30)
+    marks = staying.Staying(engine.slots, runner.kv, engine.calls)
+    for n in (10, 11, 9, 11):
+        slot.tokens.keep(0)
+        slot.tokens.extend(range(n))
+        marks.mark([slot], (0,))
+        assert not slot.stays
+    assert len(asked) == 4
+
+
 def test_a_slot_that_is_being_saved_stays_until_it_is(with_plugins: Callable[..., Any], monkeypatch: Any) -> None:
     """However small: the move would cut the copy."""
     monkeypatch.setattr(staying, "AGAIN_S", 0.0)
