@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
-from llamamg.json_schema.gbnf import Rules, choice, literal, repeated
+from llamamg.json_schema.gbnf import N_REPEAT_MAX, Rules, choice, literal, repeated
 from llamamg.json_schema.integers import between
 from llamamg.json_schema.patterns import pattern_to_gbnf
 
@@ -24,11 +24,8 @@ _TYPE_BY_KEY = {
     "string": ("pattern", "minLength", "maxLength", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-# What says nothing about the values.
-_ANNOTATIONS = {
-    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples", "not", "readOnly",
-    "title", "writeOnly",
-}  # fmt: skip
+# All else (title, default, discriminator, …) says nothing about the values.
+_KEYS = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf", "type"}.union(*_TYPE_BY_KEY.values())
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("properties",), ((dict,), "an object")),
     **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"), ((list,), "a list")),
@@ -37,6 +34,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ((int, float, bool), "a number")),
 }
 _FORMATS = ("date", "time", "date-time", "uuid")
+N_PARTS_MAX = 20_000  # each as often as it is written out: a few lines can ask for 2^n
+_N_NAME_MAX = 64
+_LONG = 2000  # letters; llama.cpp's parser goes one call deeper with each bracket in a bracket
 
 
 class SchemaError(ValueError):
@@ -61,14 +61,22 @@ class _Converter:
         self.rules = Rules()
         self._document = document
         self._by_ref: dict[str, str] = {}
+        self._n_parts = 0
+
+    def _take(self, n: int = 1) -> None:
+        self._n_parts += n
+        if self._n_parts > N_PARTS_MAX:
+            raise SchemaError(f"written out it has more than {N_PARTS_MAX} parts: leave some of them out")
 
     def expression(self, schema: Any, name: str) -> str:
         """What `schema` allows, as one item."""
+        self._take()
+        name = name[:_N_NAME_MAX]
         if schema is True or schema == {}:
             return "value"
         if type(schema) is not dict:
             raise SchemaError("nothing fits the schema false" if schema is False else f"{schema!r} is not a schema")
-        schema = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        schema = {key: value for key, value in schema.items() if key in _KEYS}
         _check(schema)
         if schema.keys() == {"$ref"}:
             return self._reference(schema["$ref"])
@@ -81,9 +89,9 @@ class _Converter:
                 rest = {k: v for k, v in schema.items() if k != key}
                 return self._one_of([self._with(rest, one) for one in schema[key]], name)
         if "const" in schema:
-            return _constant(schema["const"])
+            return self._constant(schema["const"])
         if "enum" in schema:
-            return self._choice([_constant(value) for value in schema["enum"]], name)
+            return self._choice([self._constant(value) for value in schema["enum"]], name)
         kind = schema.get("type")
         if isinstance(kind, list):
             return self._one_of(({**schema, "type": one} for one in kind), name)
@@ -107,6 +115,11 @@ class _Converter:
             return kind
         raise SchemaError(f"there is no type {kind!r}")
 
+    def _constant(self, value: Any) -> str:
+        text = literal(json.dumps(value, ensure_ascii=False))
+        self._take(2 + len(text) // 256)
+        return text
+
     def _choice(self, alternatives: list[str], name: str) -> str:
         unique = list(dict.fromkeys(alternatives))
         if not unique:
@@ -119,7 +132,7 @@ class _Converter:
     def _reference(self, ref: Any) -> str:
         if ref not in self._by_ref:
             target = self._target(ref)
-            rule = self._by_ref[ref] = self.rules.reserve("ref-" + ref.rsplit("/", 1)[-1])
+            rule = self._by_ref[ref] = self.rules.reserve("ref-" + ref.rsplit("/", 1)[-1][:_N_NAME_MAX])
             body = self.expression(target, rule)
             if body == rule:
                 raise SchemaError(f"{ref} refers only to itself")
@@ -147,6 +160,7 @@ class _Converter:
             if schema["$ref"] in seen:
                 raise SchemaError(f"{schema['$ref']} refers only to itself")
             seen.add(schema["$ref"])
+            self._take()
             rest = {k: v for k, v in schema.items() if k != "$ref"}
             schema = _merged(self._target(schema["$ref"]), rest)
         return schema
@@ -163,20 +177,24 @@ class _Converter:
         if not whole and len(parts) == 1:
             return parts[0]
         for part in parts:
+            self._take()
             part = self._plain(part)
             whole = _merged(whole, self._all_of(part) if isinstance(part, dict) and "allOf" in part else part)
         return whole
 
     def _object(self, schema: Schema, name: str) -> str:
         properties = dict(schema.get("properties") or {})
-        required = schema.get("required") or []
+        names = schema.get("required") or []
+        if not all(type(key) is str for key in names):
+            raise SchemaError(f"required must name members, but is {names!r}")
+        required = dict.fromkeys(names)
         for key in required:
             properties.setdefault(key, True)
         more = schema.get("additionalProperties")
         if not properties and (more is None or more is True or more == {}):
             return "object"
         pairs = [
-            (f'{_constant(key)} ":" space {self.expression(value, f"{name}-{key}")}', key in required)
+            (f'{self._constant(key)} ":" space {self.expression(value, f"{name}-{key}")}', key in required)
             for key, value in properties.items()
             if value is not False
         ]
@@ -193,6 +211,8 @@ class _Converter:
         for member, needed in reversed(pairs):
             rest = f"{self.rules.add(f'{name}-rest', later)} " if later.strip() else ""
             begun = f"{member} {rest}"
+            if not needed and len(first) > _LONG:
+                first = self.rules.add(f"{name}-first", first)
             first = begun if needed else f"({begun}| {first or _NOTHING})"
             first, later = first.rstrip() + " ", f'"," space {begun}' if needed else f'("," space {member})? {rest}'
         return first
@@ -221,7 +241,7 @@ class _Converter:
         items, prefix = schema.get("items", True), schema.get("prefixItems")
         if isinstance(items, list):
             items, prefix = True, items
-        n_min, n_max = _count(schema, "minItems", 0), _count(schema, "maxItems", None)
+        n_min, n_max = self._counts(schema, "Items")
         if prefix:
             inner = ' "," space '.join(self.expression(one, f"{name}-{i}") for i, one in enumerate(prefix))
             return self.rules.add(name, f'"[" space {inner} space "]"')
@@ -236,13 +256,20 @@ class _Converter:
 
     def _string(self, schema: Schema, name: str) -> str:
         if "pattern" in schema:
-            return self.rules.add(name, f'"\\"" {pattern_to_gbnf(schema["pattern"])} "\\""')
+            pattern = pattern_to_gbnf(schema["pattern"])
+            self._take(len(pattern) // 8)
+            return self.rules.add(name, f'"\\"" {pattern} "\\""')
         if schema.get("format") in _FORMATS:
             return self.rules.add(name, f'"\\"" {schema["format"]} "\\""')
-        n_min, n_max = _count(schema, "minLength", 0), _count(schema, "maxLength", None)
+        n_min, n_max = self._counts(schema, "Length")
         if not n_min and n_max is None:
             return "string"
         return self.rules.add(name, f'"\\"" {repeated("char", n_min or 0, n_max)} "\\""')
+
+    def _counts(self, schema: Schema, of: str) -> tuple[int | None, int | None]:
+        n_min, n_max = _count(schema, "min" + of, 0), _count(schema, "max" + of, None)
+        self._take(min(n_max or n_min or 0, N_REPEAT_MAX) // 100)  # a rule for each, small ones
+        return n_min, n_max
 
     def _integer(self, schema: Schema, name: str) -> str:
         low, high = _bound(schema, "inimum", math.ceil, 1), _bound(schema, "aximum", math.floor, -1)
@@ -261,10 +288,6 @@ def _check(schema: Schema) -> None:
         kinds, what = _KINDS.get(key, ((type(value),), ""))
         if type(value) not in kinds:
             raise SchemaError(f"{key} must be {what}, but is {value!r}")
-
-
-def _constant(value: Any) -> str:
-    return literal(json.dumps(value, ensure_ascii=False))
 
 
 def _implied_type(schema: Schema) -> str | None:

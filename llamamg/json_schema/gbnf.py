@@ -34,14 +34,15 @@ class Rules:
 
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
+        self._n_like: dict[str, int] = {}  # by what names begin with: how many were looked at
 
     def reserve(self, hint: str) -> str:
         """A new name like `hint`, for a rule that may refer to itself."""
         base = re.sub(r"[^a-zA-Z0-9]+", "-", hint).strip("-") or "rule"
-        name, n = base, 1
-        while name in self._rules or name in SHARED:
+        n = self._n_like.get(base, 0) + 1
+        while (name := base if n == 1 else f"{base}-{n}") in self._rules or name in SHARED:
             n += 1
-            name = f"{base}-{n}"
+        self._n_like[base] = n
         self._rules[name] = ""
         return name
 

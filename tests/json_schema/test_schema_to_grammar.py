@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llamamg.json_schema import SchemaError, schema_to_grammar
+from llamamg.json_schema.gbnf import Rules
 from llamamg.library import Library
 from llamamg.vocab import Vocabulary
 
@@ -30,6 +31,25 @@ TREE = {
         }
     },
     "$ref": "#/$defs/Node",
+}
+TERM = {  # as pydantic writes a union of models, wherever it is used
+    "discriminator": {"mapping": {"add": "#/$defs/Add", "zero": "#/$defs/Zero"}, "propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Add"}, {"$ref": "#/$defs/Zero"}],
+}
+TERMS = {
+    "$defs": {
+        "Add": {
+            "properties": {
+                "kind": {"const": "add", "title": "Kind", "type": "string"},
+                "of": {"items": TERM, "type": "array", "title": "Of"},
+            },
+            "required": ["kind", "of"],
+            "title": "Add",
+            "type": "object",
+        },
+        "Zero": {"properties": {"kind": {"const": "zero", "type": "string"}}, "required": ["kind"], "type": "object"},
+    },
+    **TERM,
 }
 CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("anything", {}, ["1", '"a"', "null", "[1, {}]", "-2.5e-3"], ["01", "nul", "{a:1}", "1.", "+1"]),
@@ -86,6 +106,18 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("uuid", {"format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"123e4567"']),
     ("email", {"type": "string", "format": "email"}, ['"a@b.c"'], ['"a\n"', "1"]),
     ("recursive", TREE, ['{"v":1,"of":[{"v":2,"of":[]}]}'], ['{"v":1,"of":[1]}', '{"v":1}']),
+    (
+        "a union told apart by a member, that leads back",
+        TERMS,
+        ['{"kind":"zero"}', '{"kind":"add","of":[{"kind":"zero"},{"kind":"add","of":[]}]}'],
+        ['{"kind":"add"}', '{"kind":"zero","of":[]}', '{"kind":"one"}'],
+    ),
+    (
+        "words that nobody knows beside a reference that leads back",
+        {"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N", "x-order": 1}}}}, "$ref": "#/$defs/N"},
+        ["{}", '{"n":{"n":{}}}'],
+        ['{"n":1}'],
+    ),
     ("root again", {"anyOf": [{"const": 0}, {"items": {"$ref": "#"}, "minItems": 1}]}, ["0", "[0,[0]]"], ["[]", "1"]),
     ("nullable", {"title": "T", "anyOf": [{"$ref": "#/x"}, {"type": "null"}], "x": {"const": 1}}, ["1", "null"], ["2"]),
     (
@@ -168,6 +200,8 @@ def test_every_integer_between_bounds(allows: Allows, low: int, high: int) -> No
         ({"properties": 5}, "properties must be an object"),
         ({"anyOf": 5}, "anyOf must be a list"),
         ({"items": {"required": 5}}, "required must be a list"),
+        ({"required": [5]}, "required must name members"),
+        ({"required": [[]]}, "required must name members"),
         ({"type": "integer", "minimum": "x"}, "minimum must be a number"),
     ],
 )
@@ -182,3 +216,49 @@ def test_nested_without_end_is_an_error() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(RecursionError):
         schema_to_grammar(schema)
+
+
+def doubling(leaf: Any, link: Callable[[str], Any]) -> Any:
+    """Sixteen definitions, each of which refers to the next one twice."""
+    defs = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(16)}
+    return {"$defs": {**defs, "d16": leaf}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        doubling({}, lambda ref: {"minProperties": 0, "anyOf": [{"$ref": ref}, {"$ref": ref}]}),
+        doubling({}, lambda ref: {"allOf": [{"$ref": ref}, {"$ref": ref}]}),
+        doubling({}, lambda ref: {"properties": {key: {"$ref": ref, "type": "object"} for key in "ab"}}),
+        {"$defs": {"long": {"const": "x" * 9000}}, "prefixItems": [{"$ref": "#/$defs/long", "type": "string"}] * 900},
+        {"enum": list(range(30_000))},
+        {"prefixItems": [{"type": "string", "maxLength": n} for n in range(1000, 2000)] * 2},
+    ],
+    ids=["choices", "all of", "beside", "constants", "enum", "lengths"],
+)
+def test_what_is_far_longer_written_out_is_an_error(schema: Any) -> None:
+    with pytest.raises(SchemaError, match="more than 20000 parts"):
+        schema_to_grammar(schema)
+
+
+def test_many_optional_members_are_not_nested_as_deep(allows: Allows) -> None:
+    schema = {"properties": {f"m{i}": {"const": i} for i in range(1000)}}
+    depth = deepest = 0
+    for char in schema_to_grammar(schema):
+        depth += (char == "(") - (char == ")")
+        deepest = max(deepest, depth)
+    assert deepest < 200
+    assert allows(schema, '{"m7":7,"m999":999}')
+    assert not allows(schema, '{"m999":999,"m7":7}')
+
+
+def test_long_keys_do_not_make_all_names_long() -> None:
+    inner = {"properties": {f"m{i}": {"type": "integer"} for i in range(100)}}
+    grammar = schema_to_grammar({"properties": {"k" * 10_000: inner}})
+    assert len(grammar) < 100_000
+
+
+def test_names_of_rules_are_taken_once() -> None:
+    rules = Rules()
+    names = [rules.reserve(hint) for hint in ("a", "a-2", "a", "a", "string", "string", "?")]
+    assert names == ["a", "a-2", "a-3", "a-4", "string-2", "string-3", "rule"]
