@@ -57,9 +57,10 @@ def _prepare(arguments: Sequence[str]) -> tuple[Config, PluginSet] | None:
 
 
 def with_grammar(config: Config, schema: str) -> Config:
-    """The config with a JSON schema as default grammar. Raises OptionError."""
+    """The config with a JSON schema as default grammar; {} is any object, as in a request. Raises OptionError."""
     try:
-        grammar = schema_to_grammar(json.loads(schema))
+        parsed = json.loads(schema)
+        grammar = schema_to_grammar({"type": "object"} if parsed == {} else parsed)
     except (ValueError, RecursionError) as error:  # not JSON, or no schema that has a grammar
         raise OptionError(f"--json-schema cannot be turned into a grammar: {error}.") from error
     sampling = replace(config.generation.sampling, grammar=grammar)

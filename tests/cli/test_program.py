@@ -87,5 +87,6 @@ def test_json_schema_becomes_the_grammar(library: Library) -> None:
     grammar = command.with_grammar(config, schema).generation.sampling.grammar
     assert "root ::=" in grammar
     assert "answer" in grammar
+    assert "root ::= object" in command.with_grammar(config, "{}").generation.sampling.grammar
     with pytest.raises(OptionError, match="cannot be turned into a grammar"):
         command.with_grammar(config, '{"$ref": "#/nowhere"}')
