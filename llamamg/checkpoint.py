@@ -29,6 +29,7 @@ class CheckpointPolicy:
     n_ubatch: int
     kv: KVCache
     take: Callable[[Slot], KeptState | None] = lambda slot: None
+    is_settled: Callable[[int], bool] = lambda context: True  # whether no decode will copy cells about in it
 
     @property
     def active(self) -> bool:
@@ -73,10 +74,12 @@ class CheckpointPolicy:
         return any(self.wanted(sequence, end, farthest, is_cut=cut) for cut in (is_cut, True))  # the next may be cut
 
     def make(self, slot: Slot, n_tokens: int, request_id: int) -> None:
-        """Snapshot `slot`, which holds `n_tokens`."""
+        """Snapshot `slot`, which holds `n_tokens`; not where these are not there yet."""
         pos_min, pos_max = self.kv.pos_min(slot.seq_id), self.kv.pos_max(slot.seq_id)
         if pos_min < 0:
             return
+        if self.kv.n_swa and not self.is_settled(slot.context):
+            return  # a sequence that was moved has its window's rows only after the next decode
         data = self.take(slot) or self.kv.save(slot.seq_id)
         if data is None:
             return

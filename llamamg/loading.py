@@ -159,8 +159,15 @@ def assemble(
     def take_state(slot: Slot) -> KeptState | None:
         return calls.first("take_state", slot, check=_not_a_state) if calls.hooks.take_state else None
 
+    arranger = Arranger(slots, kv, calls, stats)
     policy = CheckpointPolicy(
-        c.n_ctx_checkpoints, c.checkpoint_min_step, runner.n_batch, runner.n_ubatch, kv, take_state
+        c.n_ctx_checkpoints,
+        c.checkpoint_min_step,
+        runner.n_batch,
+        runner.n_ubatch,
+        kv,
+        take_state,
+        arranger.is_settled,
     )
     completion = Completion(
         vocab,
@@ -179,7 +186,7 @@ def assemble(
         completion,
         admission,
         policy,
-        Arranger(slots, kv, calls, stats),
+        arranger,
         stats,
         runner,
         layout,

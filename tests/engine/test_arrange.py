@@ -61,6 +61,21 @@ def test_a_moved_sequence_goes_on_and_its_slot_number_stays(with_plugins: Callab
     assert engine.stats.n_moves == 1
 
 
+@pytest.mark.parametrize(("n_swa", "kept"), [(16, [80]), (0, [64, 80])])
+def test_no_window_is_kept_before_the_decode_that_copies_it(
+    with_plugins: Callable[..., Any], n_swa: int, kept: list[int]
+) -> None:
+    """The second step moves the sequence, and would snapshot it first. A recurrent state goes with the move at once."""
+    engine, runner, events = with_plugins(moving([(2, 0)]), n_slots=3, hybrid=not n_swa)
+    runner.kv.n_swa = n_swa
+    request = ask(list(range(84)), n_predict=3, id_slot=2)
+    engine.submit(request)
+    run(engine)
+    assert runner.kv.copies == [(2, 0)]
+    assert [checkpoint.n_tokens for checkpoint in engine.slots[2].checkpoints] == kept
+    assert request.id in texts(events)
+
+
 @pytest.mark.parametrize(("undecided", "ids"), [(0, [2]), (1, [2, 2, 0]), (3, [2, 2, 2, 2, 0])])
 def test_an_empty_list_asks_again_and_none_only_at_the_next_change(
     with_plugins: Callable[..., Any], undecided: int, ids: list[int]
