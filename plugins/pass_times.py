@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 
 N_KEPT = 8  # times of one shape; older ones go
+N_SHAPES = 64  # of one depth; many slots make thousands, and each comparison looks at all
 N_KNOWN = 3  # so many are one that no disturbance decides
 WORTH = 0.95  # a joint pass must take less than this share of the passes it replaces
 SHALLOW = 4096  # tokens; up to there the depth of a sequence hardly matters
@@ -31,13 +32,15 @@ class _Depth:
     """Times at about one depth."""
 
     def __init__(self) -> None:
-        self._times: dict[Runs, deque[float]] = {}
+        self._times: dict[Runs, deque[float]] = {}  # the shape seen last at the end
 
     def add(self, runs: Runs, seconds: float) -> None:
         key = tuple(sorted(runs))
-        if key not in self._times:
-            self._times[key] = deque(maxlen=N_KEPT)
-        self._times[key].append(seconds)
+        times = self._times.pop(key, None) or deque(maxlen=N_KEPT)
+        times.append(seconds)
+        self._times[key] = times
+        if len(self._times) > N_SHAPES:
+            del self._times[next(iter(self._times))]
 
     def is_known(self, runs: Runs) -> bool:
         return len(self._times.get(tuple(sorted(runs)), ())) >= N_KNOWN

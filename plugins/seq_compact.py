@@ -37,6 +37,8 @@ class SeqCompact:
         self._n_asked: dict[int, int] = {}  # by context: steps with gaps since the last move whose times are unknown
         self._moved: set[int] = set()  # contexts whose next step copies cells, so its time says nothing
         self._drafting: set[int] = set()  # contexts whose last step had drafts, so its time says nothing either
+        self._flying: dict[int, bool] = {}  # contexts that compute, and whether a prompt
+        self._disturbed: set[int] = set()  # contexts beside whose step another one's prompt was computed: nor does that
 
     @hookimpl
     def register_options(self, options: Options) -> None:
@@ -61,9 +63,27 @@ class SeqCompact:
         self.similarity = config.generation.slot_prompt_similarity
 
     @hookimpl
+    def batch_submitted(self, batch: Batch) -> None:
+        """Know which steps share their devices with a prompt."""
+        context, is_prompt = batch.group, any(row.is_prompt for row in batch.rows)
+        self._flying.pop(context, None)
+        self._disturbed.discard(context)
+        if is_prompt:
+            self._disturbed.update(self._flying)
+        elif any(self._flying.values()):
+            self._disturbed.add(context)
+        self._flying[context] = is_prompt
+
+    @hookimpl
+    def batch_failed(self, batch: Batch) -> None:
+        """It is not computed any more."""
+        self._flying.pop(batch.group, None)
+
+    @hookimpl
     def batch_done(self, batch: Batch, elapsed_s: float) -> None:
         """Learn from steps in which everybody decodes one token."""
         rows, context = batch.rows, batch.group
+        self._flying.pop(context, None)
         copies = context in self._moved
         self._moved.discard(context)
         if any(row.is_prompt for row in rows):
@@ -72,7 +92,7 @@ class SeqCompact:
             self._drafting.add(context)
             return
         self._drafting.discard(context)
-        if copies:
+        if copies or context in self._disturbed:
             return
         runs = runs_of(row.sequence.slot.seq_id for row in rows)
         self._times.add(runs, max(row.pos0 for row in rows), elapsed_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from llamamg.plugins.testing import config as full_config
 from llamamg.plugins.testing import on, unconfigured
 from llamamg.request import Failed, Finished
 from llamamg.testing import ask, fake_engine, run
-from llamamg_plugins.pass_times import PassTimes, runs_of
+from llamamg_plugins.pass_times import N_SHAPES, PassTimes, runs_of
 from llamamg_plugins.seq_compact import PATIENCE, SeqCompact, compact
 
 
@@ -329,6 +330,37 @@ def test_a_step_that_copies_cells_is_not_learned_from() -> None:
     assert plugin._times.is_worth((1, 1, 1), 50) is True
 
 
+def rows_of(ids: list[int], is_prompt: bool = False) -> list[Row]:
+    slots = [Slot(i, i) for i in ids]
+    return [Row(SimpleNamespace(slot=slot), [1], 9, 1, is_prompt=is_prompt) for slot in slots]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which_first", ["the prompt", "the step", "neither"])
+def test_a_step_beside_another_contexts_prompt_is_not_learned_from(which_first: str) -> None:
+    plugin = SeqCompact()
+    prompt = Batch(rows_of([7], is_prompt=True), group=1)
+    for _ in range(3):
+        step = Batch(rows_of([0, 1]), group=0)
+        for batch in (prompt, step) if which_first == "the prompt" else (step, prompt):
+            plugin.batch_submitted(batch)
+            if which_first == "neither":
+                plugin.batch_done(batch, 0.01)
+        if which_first != "neither":
+            plugin.batch_done(prompt, 9.0)
+            plugin.batch_done(step, 9.0)
+    assert plugin._times.is_known((2,), 9) == (which_first == "neither")
+
+
+def test_a_prompt_that_failed_disturbs_no_step_after_it() -> None:
+    plugin = SeqCompact()
+    plugin.batch_submitted(prompt := Batch(rows_of([7], is_prompt=True), group=1))
+    plugin.batch_failed(prompt)
+    for _ in range(3):
+        plugin.batch_submitted(step := Batch(rows_of([0, 1]), group=0))
+        plugin.batch_done(step, 0.01)
+    assert plugin._times.is_known((2,), 9)
+
+
 def test_a_new_prompt_goes_where_the_engine_puts_it_where_nothing_is_gained() -> None:
     plugin = SeqCompact()
     for _ in range(3):
@@ -364,6 +396,21 @@ def test_times_that_were_not_measured_lie_between_those_that_were() -> None:
     for _ in range(8):
         times.add((5,), 0, 0.049)
     assert times.is_worth((1, 1), 0) is False, "less than 5 % are not worth it"
+
+
+def test_shapes_seen_longest_ago_are_forgotten() -> None:
+    """Each comparison looks at all of them, in every step while a gap stays."""
+    times = PassTimes()
+    shapes = [(1,), (2,), *((1, n) for n in range(2, N_SHAPES))]
+    for shape in [*shapes, (1,)]:
+        for _ in range(3):
+            times.add(shape, 0, 0.01)
+    assert times.is_known((1,), 0)
+    assert times.is_known((2,), 0)
+    times.add((9, 9), 0, 0.01)
+    assert not times.is_known((2,), 0)
+    assert times.is_known((1,), 0)
+    assert times.is_known((1, N_SHAPES - 1), 0)
 
 
 def test_one_slow_step_decides_nothing() -> None:
