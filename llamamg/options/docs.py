@@ -30,6 +30,7 @@ the start with a sentence; nothing is ignored in silence.
 * A JSON schema, here or in a request, becomes a grammar: types, const and enum, members in the schema's order, items, lengths,
   patterns, bounds of integers, dates and UUIDs, references inside the document, anyOf, oneOf and allOf are kept, and the
   answer is JSON whatever the model prefers. `not`, `uniqueItems`, `multipleOf` and bounds of fractions are left to the model.
+  A pattern with a lookahead is an error, and so is a schema that has more than 20000 parts when its references are written out.
 
 A config file is TOML. Keys of `[serve]` are long option names without the dashes; `[plugins.NAME]` holds a plugin's options
 and `enabled`:
