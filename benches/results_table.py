@@ -17,9 +17,15 @@ def results_table(root: Path | None = None) -> str:
     """Markdown for all machines; a sentence when nothing was measured yet."""
     parts = []
     for results in machines(root).values():
-        parts += [_grid(found) for found in newest_day(results, "grid")]
+        against = [found for found in results if _is_against_upstream(found)]
+        parts += [_grid(found) for found in newest_day(against, "grid")]
         parts += [_depth(found) for found in newest_day(results, qsa_depth_table.BENCH)]
     return "\n\n".join(parts) or "Nothing is measured yet: `llamamg bench grid` measures on your machine."
+
+
+def _is_against_upstream(found: Found) -> bool:
+    """Whether a grid has a side of the unpatched server: our sides among themselves are for a page that explains them."""
+    return any(side["name"] == "upstream" for side in found.value.get("sides", []) if isinstance(side, dict))
 
 
 def _grid(found: Found) -> str:

@@ -226,6 +226,16 @@ def test_readmes_table_has_the_newest_grid_of_each_machine_and_never_both_in_one
     assert "2000" not in slow
 
 
+def test_a_newer_grid_of_our_sides_alone_is_not_readmes(results: Path) -> None:
+    before = results_table(results)
+    ours = grid_result("2026-01-09T00:00:00", ratio=3.0)
+    ours["sides"] = [side for side in ours["sides"] if side["name"] != "upstream"]
+    put(results, "slow", "2026-01-09-grid", "grid.json", ours)
+    assert results_table(results) == before
+    put(results, "slow", "2026-01-10-grid", "grid.json", grid_result("2026-01-10T00:00:00", ratio=3.0))
+    assert results_table(results) != before
+
+
 def test_a_changed_result_makes_the_readme_stale(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(readmedocs.PARTS, "results", lambda: results_table(results))
     page = readmedocs.render("<!-- plugins -->\n<!-- /plugins -->\n<!-- results -->\n<!-- /results -->\n")
