@@ -53,7 +53,7 @@ def test_sessions_are_copies_of_one(
         pytest.skip("there is no llama-server: run `llamamg build --upstream --server`")
     status = command(
         "--side", side, "-m", str(micro_model), "--slots", "1,3", "--depths", "70,200", "--repeats", "1", "--copy-from", "200",
-        "--n-predict", "12", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
+        "--n-predict", "150", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
     )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     [folder] = tmp_path.glob("*/*")
@@ -78,7 +78,7 @@ def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pyte
     flags = ("-t", "1", "-b", "256", "-ub", "64")
     status = command(
         "--side", "off", "-m", str(micro_model), "--slots", "1,2", "--depths", "70,200", "--repeats", "1",
-        "--n-predict", "12", "--results", str(tmp_path), *flags,
+        "--n-predict", "150", "--results", str(tmp_path), *flags,
     )  # fmt: skip
     assert status == 0, capsys.readouterr().err
     [folder] = tmp_path.glob("*/*")
