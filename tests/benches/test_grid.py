@@ -64,7 +64,7 @@ def test_sessions_are_copies_of_one(
     }  # fmt: skip
     copied = rows[3, 200]["generate"]
     assert copied["n_recomputed"] == 0  # the file held all of it, recurrent layers included
-    assert copied["n_tokens"] > 12
+    assert copied["n_tokens"] > 150
     assert "| 3 | 200 |  |" in (folder / "table.md").read_text()
 
 
@@ -87,7 +87,7 @@ def test_one_side_of_a_real_grid(tmp_path: Path, micro_model: Path, capsys: pyte
     for row in result["rows"]:
         assert row["prefill"]["n_prompt"] == [row["depth"]] * row["n_sessions"]
         assert row["generate"]["n_recomputed"] == 0  # what the slots held was used, recurrent layers included
-        assert 1 <= row["generate"]["n_tokens"] < 12 * row["n_sessions"]
+        assert 1 <= row["generate"]["n_tokens"] < 150 * row["n_sessions"]
         assert row["generate_watch"]["host_rss_mib"] > 0
     assert result["left_out"] == []
     assert result["record"]["model"]["sha256"]
