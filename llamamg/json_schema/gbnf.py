@@ -57,13 +57,13 @@ class Rules:
     def text(self) -> str:
         """The grammar, with every shared rule that is needed."""
         rules = dict(self._rules)
-        todo = list(rules.values())
-        while todo:
-            outside = re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', " ", todo.pop())
+        unseen = list(rules.values())
+        while unseen:
+            outside = re.sub(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', " ", unseen.pop())
             for name in re.findall(r"[a-zA-Z][a-zA-Z0-9-]*", outside):
                 if name in SHARED and name not in rules:
                     rules[name] = SHARED[name]
-                    todo.append(SHARED[name])
+                    unseen.append(SHARED[name])
         return "\n".join(f"{name} ::= {body}" for name, body in rules.items())
 
 

@@ -64,7 +64,7 @@ def test_sessions_are_copies_of_one(
     }  # fmt: skip
     copied = rows[3, 200]["generate"]
     assert copied["n_recomputed"] == 0  # the file held all of it, recurrent layers included
-    assert copied["n_tokens"] > 12
+    assert copied["n_tokens"] > 150  # of more than one session
     assert "| 3 | 200 |  |" in (folder / "table.md").read_text()
 
 
