@@ -55,12 +55,14 @@ class Placing:
         hooks = self._calls.hooks
         if any(slot.restoring for slot in self._slots):
             return  # cells being copied must stay where they are; asked again afterwards
-        if self._staying.is_due:
+        is_due = self._staying.is_due
+        if is_due:
             self._undecided.update(slot.group for slot in self._slots if slot.stays)
             self._unbalanced = True
             self._staying.mark(self._slots, free)
         if self._unbalanced and hooks.balance_groups and self._layout.n_contexts > 1:
-            self._staying.mark(self._slots, free)
+            if not is_due:
+                self._staying.mark(self._slots, free)
             self._balance(state)
         self._unbalanced = False
         if not hooks.arrange_slots:
