@@ -100,9 +100,17 @@ def _row(
     try:
         if args.restart:
             with Restarted(flags, name, load, sizes) as sides:
-                return judge(sides, name, load.metrics, guard, args.pairs, told)
+                return judge(sides, name, load.metrics, guard, args.pairs, told, by_times=load.has_prompt)
         with opened(with_plugin(config, name, True)) as engine:
-            return judge(Toggled(Session(engine, load, sizes), name), name, load.metrics, guard, args.pairs, told)
+            return judge(
+                Toggled(Session(engine, load, sizes), name),
+                name,
+                load.metrics,
+                guard,
+                args.pairs,
+                told,
+                by_times=load.has_prompt,
+            )
     except Exception as error:
         reason = unavailable(error)
         if reason is None:

@@ -31,6 +31,7 @@ from .errors import BenchError
 
 MODEL_FLAGS = ("-m", "--model")
 MICRO_SEED = 1
+MICRO_WEIGHTS = {"micro": "default", "micro-f32": "f32"}
 
 
 def config_of(flags: Sequence[str]) -> Config:
@@ -83,25 +84,26 @@ def take_models(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def model_path(name: str) -> Path:
-    """A model file; `demo` is the demo model and `micro` a small synthetic hybrid, made on first use."""
+    """A model file; `demo` is the demo model, `micro` a small synthetic hybrid and `micro-f32` the same with weights that are
+    not quantized, made on first use."""
     if name == "demo":
         from llamamg import demo
 
         return demo.demo_model()
-    if name == "micro":
-        return _micro()
+    if name in MICRO_WEIGHTS:
+        return _micro(name)
     return Path(name)
 
 
-def _micro() -> Path:
+def _micro(name: str) -> Path:
     from llamamg import synth
 
     sources = sorted(Path(synth.__file__).parent.glob("*.py"))
     state = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]  # of what writes it
-    path = home() / "models" / f"micro-{state}.gguf"
+    path = home() / "models" / f"{name}-{state}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        synth.write_model(path, preset="micro", seed=MICRO_SEED)
+        synth.write_model(path, preset="micro", seed=MICRO_SEED, weights=MICRO_WEIGHTS[name])
     return path
 
 

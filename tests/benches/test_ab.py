@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,18 @@ SMALL = ["-t", "1", "--pairs", "3", "--depth", "16", "--tokens", "4", "--prompt"
 
 
 @pytest.fixture
-def bench(micro_model: Path, library: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def model(synth_model: Callable[..., Path]) -> Path:
+    """Not quantized: in `mixed`, times decide how the prompt is cut, and rounding may not decide what follows."""
+    return synth_model(weights="f32")
+
+
+@pytest.fixture
+def bench(model: Path, library: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """`bench(module, *arguments)`: exit status, what was kept (None: nothing), stderr."""
 
     def run(module: Any, *arguments: str) -> tuple[int, dict[str, Any] | None, str]:
         root = tmp_path / "results"
-        status = run_module(module, ["-m", str(micro_model), "--results", str(root), *SMALL, *arguments], "bench")
+        status = run_module(module, ["-m", str(model), "--results", str(root), *SMALL, *arguments], "bench")
         kept = sorted(root.glob("*/*/result.json"))
         assert not list(root.glob("*/.unfinished*"))
         assert bool(kept) == bool(list(root.glob("*/*"))), "half a result"
@@ -45,7 +52,7 @@ def bench(micro_model: Path, library: object, tmp_path: Path, capsys: pytest.Cap
     return run
 
 
-def test_a_plugin_that_acts_gets_its_numbers(bench: Any, micro_model: Path) -> None:
+def test_a_plugin_that_acts_gets_its_numbers(bench: Any, model: Path) -> None:
     status, result, _ = bench(ab, "--plugin", "seq-compact", "--load", "five", *ALWAYS)
     assert status == 0
     row = result["rows"][0]
@@ -54,9 +61,9 @@ def test_a_plugin_that_acts_gets_its_numbers(bench: Any, micro_model: Path) -> N
     assert set(row["metrics"]) == {"decode_tps", "itl_p99_ms", "itl_max_ms"}
     assert all(len(m["on"]) == len(m["off"]) == 3 for m in row["metrics"].values())
     assert row["tokens"]["on"]["n_changed"] == 0
-    assert result["record"]["models"][0]["bytes"] == micro_model.stat().st_size
+    assert result["record"]["models"][0]["bytes"] == model.stat().st_size
     assert result["record"]["build"], "which libraries"
-    assert str(micro_model) not in json.dumps(result), "no paths in what is published"
+    assert str(model) not in json.dumps(result), "no paths in what is published"
 
 
 def test_a_plugin_without_effect_is_an_error(bench: Any) -> None:
@@ -122,11 +129,11 @@ def test_a_plugin_that_needs_a_restart_is_told_how(bench: Any, monkeypatch: pyte
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("how", [(), ("--restart",)])
-def test_ctrl_c_keeps_nothing(micro_model: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_ctrl_c_keeps_nothing(model: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
     root = tmp_path / "results"
     words = ["--plugin", "seq-compact", "--load", "five", "--results", str(root), *SMALL, "--pairs", "3000", *how]
     child = subprocess.Popen(
-        [sys.executable, "-m", "benches.ab", "-m", str(micro_model), *words],
+        [sys.executable, "-m", "benches.ab", "-m", str(model), *words],
         cwd=paths.checkout(),
         stderr=subprocess.PIPE,
     )
@@ -164,7 +171,7 @@ def test_a_load_that_does_not_fit_is_said_before_another_one_is_measured(
     assert "load mixed needs 1224 tokens in each slot and a slot has 256" in said
 
 
-def test_what_needs_two_devices_acts_over_rpc_servers(micro_model: Path, library: Library, tmp_path: Path) -> None:
+def test_what_needs_two_devices_acts_over_rpc_servers(model: Path, library: Library, tmp_path: Path) -> None:
     """The default run, of one load and with one small model. In a process of its own, which keeps the devices."""
     if not library.patched or rpc_servers.program() is None:
         pytest.skip("it takes a patched build and an rpc-server: run `llamamg build --upstream --server`")
@@ -183,13 +190,13 @@ def test_what_needs_two_devices_acts_over_rpc_servers(micro_model: Path, library
         "--results",
         str(tmp_path),
     ]
-    command = [sys.executable, "-c", script, str(micro_model), *words]
+    command = [sys.executable, "-c", script, str(model), *words]
     done = subprocess.run(command, cwd=paths.checkout(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     [file] = tmp_path.glob("*/*/result.json")
     plugins = json.loads(file.read_text())["plugins"]
     for name in ("prefill-pipeline", "decode-groups"):
-        assert plugins[name]["acted"] == [f"mixed on {micro_model.name} on two rpc-servers"], plugins
+        assert plugins[name]["acted"] == [f"mixed on {model.name} on two rpc-servers"], plugins
 
 
 def test_a_plugin_that_acts_nowhere_fails_the_ablation(bench: Any) -> None:

@@ -24,6 +24,7 @@ def row(
     load: str = "solo",
     n_pairs: int = 40,
     guard: GuardKind = GuardKind.SAME_TOKENS,
+    by_times: bool = False,
     **world: Any,
 ) -> dict[str, Any]:
     made = World(seed)
@@ -31,7 +32,7 @@ def row(
         setattr(made, key, value)
     engine = engine_with(name, made, LOADS[load].n_slots)
     sides = Toggled(Session(engine, LOADS[load], SIZES, made.clock), name)
-    return judge(sides, name, LOADS[load].metrics, guard, n_pairs)
+    return judge(sides, name, LOADS[load].metrics, guard, n_pairs, by_times=by_times)
 
 
 def test_the_same_twice_is_rarely_called_different() -> None:
@@ -85,6 +86,11 @@ def test_a_plugin_that_promises_bits_may_not_change_a_near_tie() -> None:
     assert row("flips", n_pairs=3, margin=0.1, guard=GuardKind.EXACT)["status"] == TOKENS_CHANGED
 
 
+def test_near_ties_excuse_an_exact_plugin_where_times_decide_what_is_computed_together() -> None:
+    assert row("flips", n_pairs=3, margin=0.1, guard=GuardKind.EXACT, by_times=True)["status"] == ACTED
+    assert row("flips", n_pairs=3, margin=0.9, guard=GuardKind.EXACT, by_times=True)["status"] == TOKENS_CHANGED
+
+
 def test_a_plugin_that_promises_closeness_is_not_judged_by_tokens() -> None:
     assert row("flips", n_pairs=3, guard=GuardKind.CLOSE)["status"] == ACTED
 
@@ -101,7 +107,10 @@ def test_a_model_that_does_not_repeat_itself_is_not_blamed_on_the_plugin() -> No
         return made
 
     sides = _With(sides, block)
-    assert judge(sides, "same", ("decode_tps",), GuardKind.SAME_TOKENS, 3)["status"] == NOT_MEASURED
+    result = judge(sides, "same", ("decode_tps",), GuardKind.SAME_TOKENS, 3)
+    assert result["status"] == NOT_MEASURED
+    assert "session 0 got token 4" in result["reason"]
+    assert "at position 3, far behind" in result["reason"]
 
 
 @pytest.mark.parametrize(("differing", "status"), [({1}, NO_EFFECT), ({1, 3}, NO_EFFECT), ({1, 3, 5}, TOKENS_CHANGED)])
