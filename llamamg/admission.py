@@ -40,11 +40,12 @@ class Admission:
         *,
         n_ctx_slot: int,
         similarity: float,
+        is_settled: Callable[[int], bool],
     ) -> None:
+        """`is_settled`: whether no decode will copy cells about in a context."""
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
-        self._n_ctx_slot, self._similarity = n_ctx_slot, similarity
-        self.is_settled: Callable[[int], bool] = lambda context: True  # whether no decode will copy cells about in it
+        self._n_ctx_slot, self._similarity, self._is_settled = n_ctx_slot, similarity, is_settled
         self.restorer = Restorer(kv, calls, self._changing)
 
     def add(self, waiting: Waiting) -> None:
@@ -102,7 +103,7 @@ class Admission:
         """Whether the request has to wait until a plugin has filled its slot."""
         if not self._calls.hooks.find_prefix or not waiting.request.cache_prompt:
             return False
-        if not self.is_settled(slot.context):
+        if not self._is_settled(slot.context):
             return False  # the next decode would copy other cells over what is put there
         return self.restorer.offer(waiting, slot, *self._own(slot, waiting.request))
 

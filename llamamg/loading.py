@@ -178,7 +178,15 @@ def assemble(
         special=g.special,
         finished=finished,
     )
-    admission = Admission(slots, kv, policy, calls, n_ctx_slot=n_ctx_slot, similarity=g.slot_prompt_similarity)
+    admission = Admission(
+        slots,
+        kv,
+        policy,
+        calls,
+        n_ctx_slot=n_ctx_slot,
+        similarity=g.slot_prompt_similarity,
+        is_settled=arranger.is_settled,
+    )
     scheduler = Scheduler(
         slots,
         kv,

@@ -71,7 +71,6 @@ class Scheduler:
         self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow(), groups=layout.groups)
         self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
         self._arranger, self._quarantine = arranger, quarantine
-        admission.is_settled = arranger.is_settled
         self._n_batch, self._rollback = n_batch, Rollback(kv)
         self._rows = Rows(
             calls, completion, checkpoints, self._rollback, stats, n_batch=n_batch, n_draft_max=n_draft_max
