@@ -13,7 +13,7 @@ from llamamg.kvcache import KVCache
 from llamamg.kvcache_contexts import ContextsKV
 from llamamg.layout import Layout, layout_of, n_ubatch
 from llamamg.library import Library
-from llamamg.model import ModelInfo, is_unified, n_spare, new_context
+from llamamg.model import ModelInfo, check_sizes, is_unified, n_spare, new_context
 from llamamg.runner import ModelRunner
 from llamamg.runner_pool import ContextPool
 from llamamg.vocab import Vocabulary
@@ -40,6 +40,13 @@ class Contexts:
         """Each llama_context that is not freed yet."""
         runners = self.runner.runners if isinstance(self.runner, ContextPool) else (self.runner,)
         return [runner.context for runner in runners if runner.context]
+
+
+def check(config: Config) -> None:
+    """Before anything is loaded: raise LoadError with a sentence where a batch is too small for what a context serves."""
+    layout = layout_of(config.context, n_spare(config))
+    for context in range(layout.n_contexts):
+        check_sizes(config, layout.n_seq(context), n_ubatch(config.context, layout, context))
 
 
 def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Vocabulary) -> Contexts:

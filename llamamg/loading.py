@@ -58,6 +58,7 @@ def load(
         raise LoadError(str(error)) from error
     for sentence in plugins.warnings:
         _warn(sentence)
+    contexts.check(config)
     lib.mg.set_log(LOG_LEVELS[max(0, min(config.server.log_level, 5))])
     switches = {**plugins.native_switches(), **config.native_switches}
     header, pooled_keys = open_model(config.model.path), bool(switches.get("qsa"))

@@ -107,11 +107,7 @@ def new_context(library: Library, model: Any, config: Config, n_seq: int | None 
     params.n_ctx = n_ctx if is_unified(c) else n_ctx + (n_seq - slots) * (n_ctx // slots)
     params.n_batch = c.n_batch
     params.n_ubatch = min(n_ubatch or c.n_ubatch, c.n_batch)
-    if params.n_ubatch < n_ubatch_min(c.n_rs_seq):
-        raise LoadError(
-            f"a ubatch of {params.n_ubatch} tokens is too small to keep {c.n_rs_seq} states of each sequence: "
-            f"use -b and -ub {n_ubatch_min(c.n_rs_seq)} or more"
-        )
+    check_sizes(config, n_seq, params.n_ubatch)
     params.n_seq_max = n_seq
     params.n_rs_seq = c.n_rs_seq
     # Left at 0 every token of a ubatch may have logits, and that buffer alone is 485 MiB at 248k vocabulary entries.
@@ -142,6 +138,23 @@ def new_context(library: Library, model: Any, config: Config, n_seq: int | None 
             "or a quantized cache (-ctk q8_0 -ctv q8_0 -fa on)"
         )
     return context
+
+
+def check_sizes(config: Config, n_seq: int, n_ubatch: int) -> None:
+    """Raise LoadError with a sentence where libllama would end the process: a batch or ubatch too small for `n_seq` sequences."""
+    c = config.context
+    if c.n_batch < n_seq:
+        n_left = c.n_batch - n_spare(config)  # right for groups too, if not the most they could have
+        raise LoadError(
+            f"a batch of {c.n_batch} tokens has no room for one of each of the {n_seq} sequences"
+            f"{' (the replay guard has one)' if n_spare(config) else ''}: use -b {n_seq} or more"
+            + (f", or -np {n_left} or fewer" if n_left > 0 else "")
+        )
+    if min(n_ubatch, c.n_batch) < n_ubatch_min(c.n_rs_seq):
+        raise LoadError(
+            f"a ubatch of {min(n_ubatch, c.n_batch)} tokens is too small to keep {c.n_rs_seq} states of each sequence: "
+            f"use -b and -ub {n_ubatch_min(c.n_rs_seq)} or more"
+        )
 
 
 def n_ubatch_min(n_rs_seq: int) -> int:

@@ -45,7 +45,7 @@ OPTIONS = (
         env="LLAMA_ARG_BATCH",
         target="context.n_batch",
         parse=integer(1, 1 << 24),
-        help="most tokens in one decode call",
+        help="most tokens in one decode call; at least one for each slot",
         group=GROUP,
         example="1024",
     ),
