@@ -5,11 +5,12 @@ What is computed into the rows has ended before a copy begins: the transfer wait
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from llamamg.blocks import N_ROWS, BlockLayout, Cells, Plane, StateCopy
@@ -122,11 +123,10 @@ class CudaCopier:
     def copy_direct(self, seq_id: int, to_host: bool, group: dict[int, Planes], merged: Seq[Run]) -> None:
         """Copy planes of page-locked blocks, those of each device at the same time, and wait for that."""
         first, *others = group
-        waiting = []
-        if others:
-            pool = self._threads()
-            waiting = [pool.submit(self._copy_one, device, to_host, group[device], merged) for device in others]
+        waiting: list[Future[None]] = []
         try:
+            for device in others:
+                waiting.append(self._threads().submit(self._copy_one, device, to_host, group[device], merged))
             self._copy_one(first, to_host, group[first], merged)
         finally:
             wait(waiting)  # also after an error: whoever made the cut may write then
@@ -148,13 +148,21 @@ class CudaCopier:
             turn = self._turns.setdefault((device, to_host), threading.Semaphore(N_TURNS))
         with turn:
             with self.cupy.cuda.Device(device):
-                events = self._begin(device, to_host, copies)
-            for event in events:
-                event.synchronize()
+                stream = self.stream(device, to_host)
+            try:
+                with self.cupy.cuda.Device(device):
+                    events = self._begin(stream, device, to_host, copies)
+                for event in events:
+                    event.synchronize()
+            except BaseException:
+                # What was begun before it must not run while the caller uses the memory for something else.
+                with contextlib.suppress(Exception):  # a device that is gone copies nothing
+                    stream.synchronize()
+                raise
 
-    def _begin(self, device: int, to_host: bool, copies: list[Copy]) -> list[Any]:
+    def _begin(self, stream: Any, device: int, to_host: bool, copies: list[Copy]) -> list[Any]:
         """Copies of one device; what is to be waited for."""
-        stream, events = self.stream(device, to_host), self.events(device)
+        events = self.events(device)
         driver = self._driver
         if driver is not None:
             events[0].record(stream)  # by the runtime, which makes its context this thread's for the driver

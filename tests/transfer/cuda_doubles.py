@@ -33,6 +33,9 @@ class FakeRuntime:
         self.calls.append(("1d", kind, stream))
         ctypes.memmove(dst, src, size)
 
+    def wait(self, stream: int) -> None:
+        """Copies are made at once here."""
+
     def memcpy2DAsync(
         self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
     ) -> None:
@@ -46,12 +49,40 @@ class FakeRuntime:
             ctypes.memmove(dst + i * dpitch, src + i * spitch, width)
 
 
+class LateRuntime(FakeRuntime):
+    """Copies are made when somebody waits for their stream, and the call of number `fail` on device `broken` raises."""
+
+    def __init__(self, fail: int, broken: int = 0) -> None:
+        super().__init__()
+        self.fail, self.broken, self.n_calls = fail, broken, 0
+        self.under_way: dict[int, list[tuple[int, int, int]]] = {}
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        self._begin(stream, [(dst, src, size)])
+
+    def memcpy2DAsync(
+        self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:
+        self._begin(stream, [(dst + i * dpitch, src + i * spitch, width) for i in range(height)])
+
+    def _begin(self, stream: int, copies: list[tuple[int, int, int]]) -> None:
+        if stream % 1000 == self.broken:
+            self.n_calls += 1
+            if self.n_calls == self.fail:
+                raise OSError("invalid argument")
+        self.under_way.setdefault(stream, []).extend(copies)
+
+    def wait(self, stream: int) -> None:
+        for copy in self.under_way.pop(stream, []):
+            ctypes.memmove(*copy)
+
+
 class FakeCupy:
     """What CudaCopier uses of cupy."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: FakeRuntime | None = None) -> None:
         outer = self
-        self.runtime = FakeRuntime()
+        self.runtime = runtime or FakeRuntime()
         self.synchronized = self.n_streams = 0
 
         class Device:
@@ -70,6 +101,9 @@ class FakeCupy:
                 outer.n_streams += 1
                 self.ptr = 1000 * outer.n_streams + outer.runtime.device
 
+            def synchronize(self) -> None:
+                outer.runtime.wait(self.ptr)
+
         class Event:
             def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
                 self.stream: Any = None
@@ -81,6 +115,7 @@ class FakeCupy:
 
             def synchronize(self) -> None:
                 assert self.stream is not None
+                outer.runtime.wait(self.stream.ptr)
                 outer.synchronized += 1
 
         class Cuda:

@@ -20,7 +20,7 @@ from llamamg.transfer.pick import way_of
 from llamamg.transfer.spans import Run, merge, spread
 from llamamg.transfer.ways import ways
 
-from .cuda_doubles import DeviceCells, Driver, FakeCupy, blocks, rows_of
+from .cuda_doubles import DeviceCells, Driver, FakeCupy, LateRuntime, blocks, rows_of
 
 
 @pytest.mark.parametrize("error", [0, 201])
@@ -297,6 +297,47 @@ def test_a_fault_on_one_device_waits_for_the_copies_of_the_other() -> None:
     with pytest.raises(OSError, match="gone"):
         work.copy(0, N_ROWS)
     assert Half.ended, "a copy was on its way after the chunk"
+
+
+@pytest.mark.parametrize("error", [None, 700])
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_after_a_fault_no_copy_is_on_its_way(error: int | None, to_host: bool, pinned: bool) -> None:
+    """The caller uses the memory for something else then: what was begun before the fault has to end first."""
+    cells, runtime = DeviceCells(), LateRuntime(fail=2)
+    driver = None if error is None else Driver(error)
+    copier = CudaCopier(cells, FakeCupy(runtime), driver=driver)  # type: ignore[arg-type]
+    _slab, (block,) = blocks(1, cells.layout, pinned=copier.pinned if pinned else None)
+    (work,) = copier.works(0, to_host, [Piece(0, np.arange(N_ROWS, dtype=np.int32), int(block.ctypes.data), 0)])
+    with pytest.raises(OSError, match="invalid argument"):
+        work.copy(0, N_ROWS)
+    assert runtime.n_calls == 2
+    assert not runtime.under_way
+
+
+def test_a_thread_that_cannot_start_leaves_no_copy_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three devices the second one's copies are handed over, the third one's are not."""
+    monkeypatch.setattr(DeviceCells, "devices", ("CUDA0", "CUDA1", "CUDA2"))
+    cells, runtime = DeviceCells(), LateRuntime(fail=0)
+    copier = CudaCopier(cells, FakeCupy(runtime))
+    pool, begun, ended = copier._threads(), [], threading.Event()
+
+    def one(device: int, to_host: bool, planes: Any, merged: Any) -> None:
+        time.sleep(0.1)
+        ended.set()
+
+    def submit(*args: Any) -> Any:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(start(*args))
+        return begun[0]
+
+    start = pool.submit
+    monkeypatch.setattr(pool, "submit", submit)
+    monkeypatch.setattr(copier, "_copy_one", one)
+    with pytest.raises(RuntimeError, match="new thread"):
+        copier.copy_direct(0, True, {0: [], 1: [], 2: []}, [])
+    assert ended.is_set()
 
 
 def test_a_fault_of_the_driver_changes_what_is_said(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
