@@ -14,10 +14,13 @@ from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.output import TextStream
 from llamamg.request import Failed, Request, Timings
-from llamamg.restoring import Restorer
+from llamamg.restoring import Offer, Restorer
 from llamamg.sampler import Sampler
 from llamamg.sequence import Sequence
 from llamamg.slot import Slot
+from llamamg.transfer import Transfer
+
+COPY_S_MAX = 5.0  # for which a request lets others' tokens be saved first; to compute them again takes longer
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,8 @@ class Waiting:
 
     request: Request
     sampler: Sampler
+    behind: Transfer | None = None  # what is copied out of the slot it would get, where it lets that end first
+    t_latest: float = 0.0  # until when it does
 
 
 class Admission:
@@ -91,21 +96,32 @@ class Admission:
                 refused.append((waiting, Failed(503, "unavailable_error", decision.reason)))
                 continue
             slot = self.choose(waiting.request, free)
-            if slot.context not in free:
+            if slot.context not in free or not self._may_begin(waiting, slot):
                 i += 1
                 continue
             self.queue.pop(i)
-            if not self._is_restoring(waiting, slot):
+            if not slot.restoring:
                 begun.append(self._begin(waiting, slot))
         return begun, refused
 
-    def _is_restoring(self, waiting: Waiting, slot: Slot) -> bool:
-        """Whether the request has to wait until a plugin has filled its slot."""
-        if not self._calls.hooks.find_prefix or not waiting.request.cache_prompt:
+    def _may_begin(self, waiting: Waiting, slot: Slot) -> bool:
+        """Whether the slot is the request's, perhaps after it was filled; False where what it holds is to be saved first."""
+        copying, hooks = slot.copying, self._calls.hooks
+        if copying is None and not hooks.find_prefix:
+            return True
+        now = time.perf_counter()
+        may_wait = copying is not None and (waiting.behind is None or now < waiting.t_latest)
+        if may_wait and copying is not None and copying is waiting.behind and not copying.is_over:
             return False
-        if not self._is_settled(slot.context):
-            return False  # the next decode would copy other cells over what is put there
-        return self.restorer.offer(waiting, slot, *self._own(slot, waiting.request))
+        n_common, n_own = self._own(slot, waiting.request)
+        is_later = may_wait and not self._kv.cells_are_positions and slot.loses(n_own)
+        # Not where the next decode would copy other cells over what is put there.
+        if not is_later and hooks.find_prefix and waiting.request.cache_prompt and self._is_settled(slot.context):
+            is_later = self.restorer.offer(waiting, slot, n_common, n_own, may_wait) is Offer.LATER
+        if is_later:
+            waiting.t_latest = waiting.t_latest or now + COPY_S_MAX
+            waiting.behind = copying
+        return not is_later
 
     def _begin(self, waiting: Waiting, slot: Slot) -> Sequence:
         request = waiting.request

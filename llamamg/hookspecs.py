@@ -163,7 +163,8 @@ def find_prefix(request: Request, slot: Slot) -> PrefixHit | None:
 
     When: after the slot is chosen, before its own prefix is used.
     Result: first result, a PrefixHit. It is taken if it has more tokens than the slot can reuse by itself, and the request
-    waits until it is ready, at most 30 s. Default: the common prefix of prompt and slot.
+    waits until it is ready, at most 30 s. Where more of the slot than stays is still being copied (`slot.copying`), the
+    request lets that end, at most 5 s, and is asked for again. Default: the common prefix of prompt and slot.
     Must not: claim more tokens than match.
     """
 
@@ -175,7 +176,7 @@ def slot_released(slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
     When: once per sequence, before the slot is given to anybody else.
     May change: nothing of the slot but `slot.copying`: start saving its state by a Transfer, which the engine cuts before the
     slot's memory changes, whether the plugin is on by then or not.
-    Must not: keep the slot from its next user.
+    Must not: keep the slot from its next user, but for the time of that copy where all of it would be cut at once.
     """
 
 

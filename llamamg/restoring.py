@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from llamamg.decisions import PrefixHit
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RESTORE_S_MAX = 30.0  # after that the prompt is computed instead
+
+
+class Offer(Enum):
+    """What came of asking for stored state."""
+
+    NONE = "the slot's own is as good"
+    BEGUN = "the slot is being filled; `finished` gives the request back"
+    LATER = "there is some, but what the slot holds is still being copied out of it: ask again"
 
 
 @dataclass(slots=True, eq=False)
@@ -43,34 +52,37 @@ class Restorer:
         self.timeout_s = RESTORE_S_MAX
         self.may_defer = False  # the only context is about to compute others: slots may be emptied meanwhile
 
-    def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int) -> bool:
+    def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int, may_wait: bool = False) -> Offer:
         """Ask the plugins for more than the `n_own` tokens that the slot can reuse of the `n_common` it shares.
 
-        True when the request has to wait for it; `finished` gives it back.
+        Filling a slot cuts what is being copied out of it; who `may_wait` is asked again instead.
         """
-        prompt, kept, has_room = waiting.request.prompt, 0, True
+        prompt, kept, has_room, is_later = waiting.request.prompt, 0, True, False
 
         def begin(hit: PrefixHit) -> str | None:
-            nonlocal kept, has_room
+            nonlocal kept, has_room, is_later
             if hit.n_tokens > len(prompt):
                 return f"it claims {hit.n_tokens} tokens of a prompt of {len(prompt)}"
-            if hit.n_tokens > n_own:
+            is_later = may_wait and hit.n_tokens > n_own and slot.loses(self._kept(n_common))
+            if hit.n_tokens > n_own and not is_later:
                 has_room = not (self.may_defer and getattr(hit, "starts_early", False))
-                kept, has_room = self._prepare(slot, n_common, has_room)
+                kept, has_room = self._prepare(slot, self._kept(n_common), has_room)
                 slot.restoring = True
                 hit.start(slot, kept)
             return None
 
         hit, owner = self._calls.first_with_owner("find_prefix", waiting.request, slot, check=begin)
+        if is_later:
+            return Offer.LATER
         if slot.restoring and hit is None:
             self._give_up(slot)  # its plugin raised on the way
         if not slot.restoring or owner is None:
-            return False
+            return Offer.NONE
         restoring = Restoring(waiting, slot, hit, owner, kept, time.perf_counter() + self.timeout_s, has_room)
         if has_room and self._is_through(restoring):
-            return False
+            return Offer.NONE
         self.under_way.append(restoring)
-        return True
+        return Offer.BEGUN
 
     def make_room(self) -> bool:
         """Empty the slots that were not emptied yet; whether there were any. A batch of other sequences may be on its way."""
@@ -117,10 +129,13 @@ class Restorer:
         slot.restoring = False
         return True
 
-    def _prepare(self, slot: Slot, n_common: int, at_once: bool) -> tuple[int, bool]:
+    def _kept(self, n_common: int) -> int:
+        """Tokens that stay in a slot that is filled."""
+        return 0 if self._kv.needs_checkpoints else n_common
+
+    def _prepare(self, slot: Slot, kept: int, at_once: bool) -> tuple[int, bool]:
         """Cut the slot back to what can stay; how many tokens that is. Its memory too `at_once`, or where something stays;
         whether that was done."""
-        kept = 0 if self._kv.needs_checkpoints else n_common
         self._changing(slot, kept)
         at_once = at_once or kept > 0
         if at_once and not self._kv.remove(slot.seq_id, kept, -1):

@@ -1,0 +1,166 @@
+"""A request that would be restored into a slot that is still being saved lets that end: neither conversation is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cache_server import Server, alone, talk
+
+from llamamg import admission
+from llamamg.request import Request
+from llamamg.testing import ask
+
+N_STEPS = 40
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Copies stand still until it is set."""
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+def holding(server: Server, gate: threading.Event, held: list[int], wait_s: float = 20) -> None:
+    """The first slot holds `held`, which is being saved."""
+
+    def slow() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(wait_s)
+
+    server.cells.slow = slow
+    server.engine.submit(ask(held, n_predict=2, id_slot=0))
+    while server.engine.step():
+        pass
+    copying = server.engine.slots[0].copying
+    assert copying is not None
+    assert not copying.is_over
+
+
+def steps(server: Server, request: Request) -> None:
+    server.engine.submit(request)
+    for _ in range(N_STEPS):
+        server.engine.step()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_who_is_restored_waits_until_the_slot_is_saved(
+    serve: Callable[..., Server], gate: threading.Event, hybrid: bool
+) -> None:
+    server = serve(1, hybrid=hybrid)
+    first, second = talk(1500, 1), talk(1200, 2)
+    server.run(ask(first, n_predict=2))
+    holding(server, gate, second)
+    back = ask([*first, 60, 61], n_predict=4)
+    steps(server, back)
+    assert server.engine.queue_len() == 1
+    assert not server.engine.slots[0].restoring
+    gate.set()
+    server.settle()
+    assert server.text(back) == alone([*first, 60, 61], 4, hybrid=hybrid)
+    assert server.n_cached(back) >= 1490  # a hybrid goes back to a checkpoint
+    other = ask([*second, 60, 61], n_predict=4)
+    assert server.run(other) == [alone([*second, 60, 61], 4, hybrid=hybrid)]
+    assert server.n_cached(other) >= 1190
+    assert server.parts.saver.n_cut == 0
+
+
+def test_others_decode_meanwhile_and_pass_it(serve: Callable[..., Server], gate: threading.Event) -> None:
+    server = serve(3)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2, id_slot=0))
+    decoder = ask(talk(40, 9), n_predict=400, id_slot=2)
+    holding(server, gate, talk(1000, 2))
+    back = ask([*first, 60], n_predict=4, id_slot=0)
+    server.engine.submit(decoder)
+    steps(server, back)
+    passing = ask(talk(30, 3), n_predict=2, id_slot=1)
+    steps(server, passing)
+    assert server.text(passing) == alone(talk(30, 3), 2)
+    assert len(server.engine.slots[2].tokens) > 80
+    assert server.engine.queue_len() == 1
+    gate.set()
+    server.settle()
+    assert server.n_cached(back) >= 1490  # a hybrid goes back to a checkpoint
+
+
+def test_a_prompt_that_begins_like_nothing_kept_waits_only_where_it_would_empty_the_slot_at_once(
+    serve: Callable[..., Server], gate: threading.Event
+) -> None:
+    """Where cells are positions, each step lets the cells it overwrites be copied first."""
+    for are_positions, n_waiting in ((True, 0), (False, 1)):
+        server = serve(1)
+        server.engine.kv.cells_are_positions = are_positions  # type: ignore[misc]
+        holding(server, gate, talk(1200, 2), wait_s=0.1)
+        server.engine.submit(ask(talk(300, 3), n_predict=4))
+        server.engine.step()
+        assert server.engine.queue_len() == n_waiting
+        server.settle()
+
+
+def test_a_follow_up_waits_for_nothing(serve: Callable[..., Server], gate: threading.Event) -> None:
+    server = serve(1)
+    server.engine.kv.cells_are_positions = False  # type: ignore[misc]
+    held = talk(1200, 2)
+    holding(server, gate, held)
+    answered = server.engine.slots[0].tokens.view().tolist()
+    follow_up = ask([*answered, 60], n_predict=4)
+    server.engine.submit(follow_up)
+    server.engine.step()
+    assert server.engine.queue_len() == 0
+    gate.set()
+    server.settle()
+    assert server.n_cached(follow_up) == len(answered)
+
+
+def test_a_copy_that_takes_too_long_is_cut(
+    serve: Callable[..., Server], gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "COPY_S_MAX", 0.05)
+    server = serve(1)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2))
+    began = [0]
+
+    def slow() -> None:
+        began[0] += 1
+        if began[0] > 1:
+            gate.wait(0.3)  # one chunk
+
+    server.cells.slow = slow
+    server.engine.submit(ask(talk(2000, 2), n_predict=2))
+    while server.engine.step():
+        pass
+    back = ask([*first, 60, 61], n_predict=4)
+    steps(server, back)
+    assert server.engine.queue_len() == 1
+    time.sleep(0.06)
+    server.engine.step()
+    gate.set()
+    server.settle()
+    assert server.text(back) == alone([*first, 60, 61], 4)
+    assert server.n_cached(back) >= 1490  # a hybrid goes back to a checkpoint
+    assert server.parts.saver.n_cut == 1
+
+
+def test_one_that_is_cancelled_while_it_waits_leaves_the_copy_alone(
+    serve: Callable[..., Server], gate: threading.Event
+) -> None:
+    server = serve(1)
+    first, second = talk(1500, 1), talk(1200, 2)
+    server.run(ask(first, n_predict=2))
+    holding(server, gate, second)
+    back = ask([*first, 60, 61], n_predict=4)
+    steps(server, back)
+    server.engine.cancel(back.id)
+    server.engine.step()
+    assert server.engine.queue_len() == 0
+    gate.set()
+    server.settle()
+    assert server.parts.saver.n_cut == 0
+    other = ask([*second, 60, 61], n_predict=4)
+    server.run(other)
+    assert server.n_cached(other) >= 1190
