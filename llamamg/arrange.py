@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from llamamg.request import Tokens
 from llamamg.slot import Slot
 from llamamg.stats import Stats
 
+log = logging.getLogger(__name__)
 SWAP_BYTES_MAX = 256 << 20  # a larger idle state would stall the step for too long
 
 
@@ -24,6 +27,12 @@ class _Parked:
     context: int
     tokens: Tokens
     data: NDArray[np.uint8]
+
+
+class Runs(Protocol):
+    """What is needed of the runner."""
+
+    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None: ...
 
 
 class Arranger:
@@ -52,6 +61,21 @@ class Arranger:
     def is_settled(self, context: int) -> bool:
         """Whether no move within a context waits for its next decode."""
         return context not in self._lazy
+
+    def settle(self, context: int, runner: Runs) -> None:
+        """Nothing is to be decoded there: have the cells of moved sequences copied nevertheless, so that nobody waits for it."""
+        # Ids that hold nothing there: whoever was moved left one, and a slot whose prompt is computed elsewhere has left its own.
+        here = (slot for slot in self._slots if slot.group == context and not slot.restoring)
+        empty = [slot.home for slot in here if slot.seq_id != slot.home or not len(slot.tokens)]
+
+        def finished(was_copied: Any, error: BaseException | None) -> None:
+            if was_copied:
+                self.give_back(context)
+            elif error is not None:
+                log.error("cells of moved sequences could not be copied: %s", error)
+
+        if empty:
+            runner.run((context,), lambda: any(self._kv.copy_now(seq_id) for seq_id in empty), finished)
 
     def give_back(self, context: int) -> None:
         """After a decode: restore what idle slots of the context held, unless they were taken meanwhile."""

@@ -71,6 +71,23 @@ class KVCache:
         """Make `target` hold what `source` holds."""
         self._llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
+    def copy_now(self, seq_id: int) -> bool:
+        """Decode a token in a sequence that is empty and stays so: libllama copies cells of `copy` at the next decode only.
+
+        False when it was not empty, and nothing was done.
+        """
+        if self.pos_max(seq_id) >= 0:
+            return False
+        batch = self._llama.llama_batch_init(1, 0, 1)
+        try:
+            batch.n_tokens, batch.token[0], batch.pos[0], batch.logits[0] = 1, 0, 0, 0
+            batch.n_seq_id[0], batch.seq_id[0][0] = 1, seq_id
+            self._llama.llama_decode(self.context, batch)  # copies come first, so they are made when it fails too
+            self.remove(seq_id, -1, -1)
+        finally:
+            self._llama.llama_batch_free(batch)
+        return True
+
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Move positions [p0, p1) by `delta`."""
         self._llama.llama_memory_seq_add(self._memory, seq_id, p0, p1, delta)

@@ -55,6 +55,10 @@ class ContextsKV(KVCache):
             raise ValueError(f"sequences {source} and {target} are in different contexts: use transfer")
         part.copy(local, self._layout.local(target))
 
+    def copy_now(self, seq_id: int) -> bool:
+        """On any thread, while the context of `seq_id` computes nothing else."""
+        return self._parts[self._layout.context(seq_id)].copy_now(self._layout.local(seq_id))
+
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         part, local = self._at(seq_id)
         part.shift(local, p0, p1, delta)

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from llamamg.arrange import SWAP_BYTES_MAX
+from llamamg.arrange import SWAP_BYTES_MAX, Runs
 from llamamg.kvcache import KVCache
 from llamamg.layout import Layout
 from llamamg.request import Failed
@@ -23,12 +23,6 @@ from llamamg.slot import Slot
 from llamamg.stats import Stats
 
 log = logging.getLogger(__name__)
-
-
-class Runs(Protocol):
-    """What is needed of the runner."""
-
-    def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +49,10 @@ class Moves:
         n_prompt_local: int,
         fail: Callable[[Sequence, Failed], None],
         moved: Callable[[Slot], None],
+        is_settled: Callable[[int], bool],
     ) -> None:
         self._slots, self._kv, self._layout, self._runner, self._stats = slots, kv, layout, runner, stats
-        self._n_prompt_local, self._fail, self._moved = n_prompt_local, fail, moved
+        self._n_prompt_local, self._fail, self._moved, self._is_settled = n_prompt_local, fail, moved, is_settled
         self._waiting: deque[Move] = deque()  # for their contexts
         self._for_prefill: deque[Sequence] = deque()  # for an id of the prefill context
         self._free_prefill = list(reversed(layout.prefill))
@@ -149,12 +144,13 @@ class Moves:
         held: set[int] = set()
         for move in self._waiting:
             contexts = (move.slot.context, self._layout.context(move.target))
-            if left.issuperset(contexts):
+            settled = [context for context in contexts if self._is_settled(context)]
+            if left.issuperset(contexts) and len(settled) == 2:
                 left.difference_update(contexts)
                 self._begin(move, contexts)
             else:
                 again.append(move)
-                held.update(contexts)
+                held.update(settled)  # the next decode of the others copies cells that the move wants
         self._waiting = again
         # A context that a move waits for gets no new batch, or the move might wait for ever.
         return tuple(context for context in free if context in left - held)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from llamamg.admission import Admission, Waiting
-from llamamg.arrange import Arranger
+from llamamg.arrange import Arranger, Runs
 from llamamg.batch import Batch, Plan, Row, StepState
 from llamamg.checkpoint import CheckpointPolicy
 from llamamg.completion import Completion
@@ -17,7 +17,7 @@ from llamamg.hookcalls import HookCalls
 from llamamg.hooks import Hook
 from llamamg.kvcache import KVCache
 from llamamg.layout import Layout
-from llamamg.moves import Moves, Runs
+from llamamg.moves import Moves
 from llamamg.placing import Placing, by_seq_id
 from llamamg.request import Event, Failed, FinishReason, Request, Started
 from llamamg.rows import Rows
@@ -78,7 +78,15 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._runner, self._layout = runner, layout
         self.moves = Moves(
-            slots, kv, layout, runner, stats, n_prompt_local=n_prompt_local, fail=self.fail, moved=self._note
+            slots,
+            kv,
+            layout,
+            runner,
+            stats,
+            n_prompt_local=n_prompt_local,
+            fail=self.fail,
+            moved=self._note,
+            is_settled=arranger.is_settled,
         )
         self.moves.changing = arranger.changing = self.changing
         self._placing = Placing(
@@ -201,6 +209,8 @@ class Scheduler:
             batch = self._rows.choose(state, context)
             if batch.rows:
                 plan.batches.append(batch)
+            elif not self.is_settled(context):
+                self._arranger.settle(context, self._runner)
         if plan.batches and self._calls.hooks.plan_step:
             if self._layout.n_contexts > 1:
                 self._show(state, free)

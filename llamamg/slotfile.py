@@ -112,7 +112,7 @@ def erase_slot(engine: _Engine, id_slot: int) -> int:
 
 def _idle(engine: Any, id_slot: int) -> Slot:
     slot: Slot = engine.slots[id_slot]
-    if slot.busy or not engine.runner.is_free(slot.context):
+    if slot.busy or not engine.runner.is_free(slot.context) or not engine.scheduler.is_settled(slot.context):
         raise SlotBusy
     return slot
 

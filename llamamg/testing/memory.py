@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamamg.handover import HandoverError
-from llamamg.kvcache import ON_DEVICE, KVCache, Removal
+from llamamg.kvcache import ON_DEVICE, PARTIAL_ONLY, KVCache, Removal
 from llamamg.layout import Layout, one_context
 
 
@@ -36,6 +36,8 @@ class FakeKV(KVCache):
         self.n_swa, self.n_rs_seq, self.can_shift = 0, n_rs_seq, not hybrid
         self.removal = Removal.PART if not hybrid else Removal.BOUNDED if n_rs_seq else Removal.FULL
         self.copies: list[tuple[int, int]] = []
+        self.uncopied: list[tuple[int, int]] = []  # of them, those whose cells the next decode of their context copies
+        self.settled: list[int] = []  # contexts that a decode of nobody's settled
         self.can_snapshot = snapshots  # on the device
         self._snapshots = {}
         self.cut: set[int] = set()  # a recurrent state goes back at the next decode, and once only
@@ -54,6 +56,22 @@ class FakeKV(KVCache):
     def _touch(self, seq_id: int) -> None:
         context = self.layout.context(seq_id)
         assert context not in self.computing, f"context {context} computes and its sequence {seq_id} is touched"
+
+    def _check_copied(self, seq_id: int, is_written: bool) -> None:
+        """What a copy is still to write must not be read, and what it is to read or write must not be written."""
+        ends = {id_ for pair in self.uncopied for id_ in (pair if is_written else pair[1:])}
+        assert seq_id not in ends, f"the next decode copies cells of sequence {seq_id}, and they are touched before"
+
+    def decoded(self, context: int) -> None:
+        """A context begins to decode: cells of moved sequences are copied."""
+        self.uncopied = [pair for pair in self.uncopied if self.layout.context(pair[0]) != context]
+
+    def copy_now(self, seq_id: int) -> bool:
+        if self.held[seq_id]:
+            return False
+        self.decoded(self.layout.context(seq_id))
+        self.settled.append(self.layout.context(seq_id))
+        return True
 
     def remove(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         # The only context is computed by whoever calls this: what an idle sequence holds may go whole then.
@@ -82,6 +100,7 @@ class FakeKV(KVCache):
         self.held[target] = list(self.held[source])
         self.rows[target] = list(self.held[source])
         self.copies.append((source, target))
+        self.uncopied.append((source, target))
 
     def shift(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         assert self.can_shift
@@ -102,6 +121,8 @@ class FakeKV(KVCache):
         self._touch(seq_id)
         if flags & ON_DEVICE and not self.can_snapshot:
             return None
+        if not flags & PARTIAL_ONLY or self.n_swa:  # a recurrent state goes with a move at once
+            self._check_copied(seq_id, is_written=False)
         return np.array(self.held[seq_id], np.int32).view(np.uint8)
 
     def size(self, seq_id: int, flags: int = 0) -> int:
@@ -109,6 +130,7 @@ class FakeKV(KVCache):
 
     def restore(self, seq_id: int, data: NDArray[np.uint8], flags: int = 1) -> bool:
         self._touch(seq_id)
+        self._check_copied(seq_id, is_written=True)
         self.held[seq_id] = data.view(np.int32).tolist()
         self.rows[seq_id] = list(self.held[seq_id])
         self.cut.discard(seq_id)
@@ -121,6 +143,8 @@ class FakeKV(KVCache):
         if self.fail_transfer(source, target):
             self.held[target] = []
             raise HandoverError("told to fail")
+        self._check_copied(source, is_written=False)
+        self._check_copied(target, is_written=True)
         self.transfers.append((source, target))
         swap = 0 < 4 * len(self.held[target]) <= swap_bytes_max
         self.held[source], self.held[target] = (self.held[target] if swap else []), self.held[source]

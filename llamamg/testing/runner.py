@@ -77,6 +77,7 @@ class FakeRunner(Runner):
         if error is not None:
             self._fly((batch.group,), Done(batch, [], 0.001, error))
             return
+        self.kv.decoded(batch.group)
         for row in batch.rows:
             self.kv.put(row.sequence.slot.seq_id, row.pos0, [int(t) for t in row.tokens])
         self.kv.in_batch = {row.sequence.slot.seq_id for row in batch.rows}

@@ -26,6 +26,25 @@ def moving(*plans: list[tuple[int, int]] | None) -> type[Any]:
     return Mover
 
 
+def flights(limit: list[int], moves: list[tuple[int, int]]) -> type[Any]:
+    """As many batches in flight as `limit` says at the time, and one set of moves, made when there is one."""
+
+    @plugin(name="flights", **DECLARE)
+    class Flights:
+        @hookimpl
+        def batches_in_flight(self) -> int:
+            return limit[0]
+
+        @hookimpl
+        def arrange_slots(self, state: Any) -> Any:
+            wanted = moves[:] if state.slots[0].context == 1 else []
+            if wanted:
+                moves.clear()
+            return wanted
+
+    return Flights
+
+
 def texts(events: list[Any]) -> dict[int, str]:
     return {id_: event.text for id_, event in events if isinstance(event, Finished)}
 
