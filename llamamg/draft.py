@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llamamg.batch import Row
 from llamamg.kvcache import KVCache, Removal
 from llamamg.sequence import Sequence
@@ -13,8 +15,9 @@ class Rollback:
     After a snapshot came back, the accepted tokens behind it are computed again at the head of the sequence's next row.
     """
 
-    def __init__(self, kv: KVCache) -> None:
-        self._kv = kv
+    def __init__(self, kv: KVCache, is_settled: Callable[[int], bool]) -> None:
+        """`is_settled`: whether no decode will copy cells about in a context."""
+        self._kv, self._is_settled = kv, is_settled
         # Tokens that go back without a snapshot.
         self._n_direct = 1 << 30 if kv.removal is Removal.PART else kv.n_rs_seq
 
@@ -25,7 +28,11 @@ class Rollback:
         """
         seq_id = sequence.slot.seq_id
         self._kv.forget_snapshot(seq_id)
-        if n_draft <= self._n_direct or (n_again == 0 and self._kv.snapshot(seq_id, pos0)):
+        if n_draft <= self._n_direct:
+            return n_draft
+        # A sequence that was moved has its window's rows only after the next decode.
+        is_whole = not self._kv.n_swa or self._is_settled(sequence.slot.context)
+        if n_again == 0 and is_whole and self._kv.snapshot(seq_id, pos0):
             return n_draft
         return self._n_direct
 

@@ -71,7 +71,7 @@ class Scheduler:
         self.state = StepState(n_batch, n_ubatch, slots=slots, itl=ItlWindow(), groups=layout.groups)
         self._kv, self._calls, self._completion, self._admission = kv, calls, completion, admission
         self._arranger, self._quarantine = arranger, quarantine
-        self._n_batch, self._rollback = n_batch, Rollback(kv)
+        self._n_batch, self._rollback = n_batch, Rollback(kv, arranger.is_settled)
         self._rows = Rows(
             calls, completion, checkpoints, self._rollback, stats, n_batch=n_batch, n_draft_max=n_draft_max
         )

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from llamamg import hookimpl
+from llamamg.plugins import plugin
 from llamamg.request import Finished, Started
 from llamamg.slotfile import SlotBusy
 from llamamg.slotfile import _idle as idle
 from llamamg.testing import ask, run
 
-from .moving import PROMPT, alone, flights, prompt, texts
+from .moving import DECLARE, PROMPT, alone, flights, moving, prompt, texts
 
 
 @pytest.fixture
@@ -128,3 +130,30 @@ def test_what_the_slot_holds_is_right_then(live: Callable[..., Any], smol_model:
         return bytes(data[:-4] if is_moved else data)[-1_000_000:]
 
     assert held(True) == held(False)
+
+
+@pytest.mark.parametrize(("n_swa", "n_drafted"), [(16, 1), (0, 2)])
+def test_no_window_is_copied_aside_for_a_draft_before_its_cells_are_there(
+    with_plugins: Callable[..., Any], n_swa: int, n_drafted: int
+) -> None:
+    """A recurrent state goes with a move at once, so that where there is no window the step of the move has its draft."""
+
+    @plugin(name="drafter", **DECLARE)
+    class Drafter:
+        @hookimpl
+        def draft(self, sequence: Any, limit: int) -> list[int]:
+            return [32 + (sequence.last_token + 1 - 32) % 95] if len(engine.scheduler.kv.copies) else []
+
+    engine, runner, events = with_plugins(moving([], [(2, 0)]), Drafter, n_slots=3, n_draft_max=1, hybrid=True)
+    runner.kv.n_swa = n_swa
+    request = ask(prompt(0), n_predict=6, id_slot=2)
+    engine.submit(request)
+    for _ in range(10):
+        engine.step()
+        if len(runner.batches) and runner.kv.copies:
+            break
+    engine.step()
+    rows = [row for batch in runner.batches for row in batch]
+    assert [n for *_, n, _ in rows[1:] if n == 2] == [2] * n_drafted
+    run(engine)
+    assert texts(events)[request.id] == alone(0, 6)
