@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import re
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from llamamg import grammar_size
 from llamamg.abi import Abi, ffi
 from llamamg.request import SamplingParams, TokenProb, Tokens
 from llamamg.vocab import Vocabulary
 
 NEG_INF = float("-inf")
-# llama.cpp's parser of grammars goes deeper with each bracket in a bracket, and its search for left recursion with each rule
-# or bracket that begins with another one: too many end the process.
-N_NESTED_MAX, N_RULES_MAX = 1000, 50_000
-_TEXTS = re.compile(r'"(?:\\.|[^"\\])*\\?(?:"|\Z)|\[(?:\\.|[^\]\\])*\\?(?:\]|\Z)|<[^>]*|#[^\r\n]*', re.DOTALL)
 
 
 class SamplerError(ValueError):
@@ -45,7 +40,8 @@ class Sampler:
             biases += [(token, NEG_INF) for token in _eog(vocab)]
         biases += [(token, NEG_INF) for token in _suppressed(vocab)]
         if params.grammar:
-            _refuse_deep(params.grammar)
+            if (why := grammar_size.complaint(params.grammar)) is not None:
+                raise SamplerError(why)
             self._grammar = llama.llama_sampler_init_grammar(vocab.handle, params.grammar.encode(), b"root")
             if not self._grammar:
                 raise SamplerError("Failed to initialize samplers: failed to parse grammar")
@@ -185,15 +181,6 @@ def _suppressed(vocab: Vocabulary) -> list[int]:
     if id(vocab) not in _suppressed_cache:
         _suppressed_cache[id(vocab)] = vocab.suppressed_tokens()
     return _suppressed_cache[id(vocab)]
-
-
-def _refuse_deep(grammar: str) -> None:
-    bare = _TEXTS.sub(" ", grammar)
-    steps = (1 if char == "(" else -1 for char in bare if char in "()")
-    if max(accumulate(steps), default=0) > N_NESTED_MAX or bare.count("(") + bare.count("::=") > N_RULES_MAX:
-        raise SamplerError(
-            f"the grammar is too large: it may have {N_NESTED_MAX} brackets in each other, and {N_RULES_MAX} brackets and rules"
-        )
 
 
 def _address(pointer: Any) -> int:

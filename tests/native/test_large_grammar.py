@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamamg.grammar_size import N_NESTED_MAX, N_RULES_MAX, complaint
 from llamamg.json_schema import schema_to_grammar
 from llamamg.library import Library
 from llamamg.request import SamplingParams
-from llamamg.sampler import N_NESTED_MAX, N_RULES_MAX, Sampler, SamplerError
+from llamamg.sampler import Sampler, SamplerError
 from llamamg.vocab import Vocabulary
 
 
@@ -55,12 +56,51 @@ def test_what_would_end_the_process_is_an_error(library: Library, vocab: Vocabul
 @pytest.mark.parametrize(
     "grammar",
     [
+        'root ::= "' + "a" * 10_000 + '"{2000}',
+        'root ::= "' + "a" * 10_000 + '"{0,2000}',
+        'root ::= "' + "a" * 10_000 + '"{ #}\n1 #\r, 2000 }',
+        'root ::= "' + r"\x61" * 10_000 + '"{2000}',
+        "root ::= [" + "a-z" * 5000 + "]{2000}",
+        'root ::= "a"' + "+" * 10_000,
+        "root ::= " + '"a"{0,2000} ' * 1000,
+        "root ::= " + "(root2 [)]){0,1000} " * 1000 + '\nroot2 ::= "a"',
+        'root ::= a\na ::= "b"\n' + "r" * 500_000 + ' ::= "b"{0,600}',
+        "root ::= " + "<[5]>{1,2000}" * 1000,
+    ],
+)
+def test_what_is_large_when_it_is_written_out_is_an_error(library: Library, vocab: Vocabulary, grammar: str) -> None:
+    """Each of them would take gigabytes, and seconds in which nobody else is answered."""
+    with pytest.raises(SamplerError, match="written out it takes more than 256 MiB"):
+        build(library, vocab, grammar)
+
+
+@pytest.mark.parametrize("times", ["{5,3}", "{1,0}", "{ 9 , 8 }", "{99999999999999999999999,1}"])
+def test_a_repetition_that_ends_before_it_begins_is_an_error(library: Library, vocab: Vocabulary, times: str) -> None:
+    """The parser counts from one number to the other, and never gets there."""
+    with pytest.raises(SamplerError, match="swap the two numbers"):
+        build(library, vocab, f'root ::= "a"{times}')
+
+
+@pytest.mark.parametrize(
+    "times", ["{1,1000000}", "{2001,}", "{1000000}", "{1000}{1000}", "{0,}{0,}{1,2000}", "{0}", "{0,0}"]
+)
+def test_other_repetitions_are_left_to_the_parser(times: str) -> None:
+    """It forgets a greatest number above 2000, and refuses a least number above that, and a product."""
+    assert complaint(f'root ::= "a"{times}') is None
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
         nested(N_NESTED_MAX),
         chain(N_RULES_MAX - 2),
         'root ::= "' + "(" * 5000 + '" [(' + "(" * 5000 + "]",
         schema_to_grammar({"properties": {f"m{i}": {"type": "string"} for i in range(6000)}}),
+        schema_to_grammar({"properties": {f"m{i}": {"type": "string", "maxLength": 2000} for i in range(300)}}),
+        'root ::= "' + "+{9}" * 50_000 + '" "a" | [{9,1}+]{2} # {9,1}',
+        'root ::= "' + "a" * 1000 + '"{2000} "a"{0,2000} ("b" | "c"{3}){2,500}+',
     ],
-    ids=["deep", "chain", "brackets that are text", "schema"],
+    ids=["deep", "chain", "brackets that are text", "schema", "lengths", "repetitions that are text", "repetitions"],
 )
 def test_what_is_large_otherwise_is_read(library: Library, vocab: Vocabulary, grammar: str) -> None:
     build(library, vocab, grammar)
