@@ -19,6 +19,7 @@ from llamamg.sampler import Sampler
 from llamamg.sequence import Sequence
 from llamamg.slot import Slot
 from llamamg.transfer import Transfer
+from llamamg.transfer.job import ALL
 
 COPY_S_MAX = 5.0  # for which a request lets others' tokens be saved first; to compute them again takes longer
 
@@ -29,8 +30,9 @@ class Waiting:
 
     request: Request
     sampler: Sampler
-    behind: Transfer | None = None  # what is copied out of the slot it would get, where it lets that end first
-    t_latest: float = 0.0  # until when it does
+    behind: Transfer | None = None  # what is copied out of the slot it would get, where it waits for that
+    until: int = 0  # token up to which it does
+    t_latest: float = 0.0  # seconds of perf_counter until when it does
 
 
 class Admission:
@@ -45,12 +47,14 @@ class Admission:
         *,
         n_ctx_slot: int,
         similarity: float,
+        n_batch: int,
         is_settled: Callable[[int], bool],
     ) -> None:
         """`is_settled`: whether no decode will copy cells about in a context."""
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
         self._n_ctx_slot, self._similarity, self._is_settled = n_ctx_slot, similarity, is_settled
+        self._n_batch = n_batch
         self.restorer = Restorer(kv, calls, self._changing)
 
     def add(self, waiting: Waiting) -> None:
@@ -82,7 +86,7 @@ class Admission:
         refused: list[tuple[Waiting, Failed]] = []
         if self.restorer.under_way:
             begun += [self._begin(r.waiting, r.slot) for r in self.restorer.finished(free)]
-        i = 0
+        i, awaited = 0, set()
         while i < len(self.queue) and any(not slot.busy for slot in self._slots):
             waiting = self.queue[i]
             if waiting.request.id_slot >= 0 and self._slots[waiting.request.id_slot % len(self._slots)].busy:
@@ -96,7 +100,11 @@ class Admission:
                 refused.append((waiting, Failed(503, "unavailable_error", decision.reason)))
                 continue
             slot = self.choose(waiting.request, free)
-            if slot.context not in free or not self._may_begin(waiting, slot):
+            if slot.context not in free or slot.id in awaited:
+                i += 1
+                continue
+            if not self._may_begin(waiting, slot):
+                awaited.add(slot.id)
                 i += 1
                 continue
             self.queue.pop(i)
@@ -110,17 +118,25 @@ class Admission:
         if copying is None and not hooks.find_prefix:
             return True
         now = time.perf_counter()
-        may_wait = copying is not None and (waiting.behind is None or now < waiting.t_latest)
-        if may_wait and copying is not None and copying is waiting.behind and not copying.is_over:
+        may_wait = (
+            copying is not None
+            and bool(hooks.slot_released)
+            and (copying is not waiting.behind or now < waiting.t_latest)
+        )
+        if may_wait and copying is not None and copying is waiting.behind and not copying.is_past(waiting.until):
             return False
         n_common, n_own = self._own(slot, waiting.request)
-        is_later = may_wait and not self._kv.cells_are_positions and slot.loses(n_own)
+        # Where cells are positions each step overwrites its own: the copy only has to be ahead of the first one.
+        until = n_own + self._n_batch if self._kv.cells_are_positions else ALL
+        is_later = may_wait and slot.loses(n_own, until)
         # Not where the next decode would copy other cells over what is put there.
         if not is_later and hooks.find_prefix and waiting.request.cache_prompt and self._is_settled(slot.context):
             is_later = self.restorer.offer(waiting, slot, n_common, n_own, may_wait) is Offer.LATER
+            until = ALL
         if is_later:
-            waiting.t_latest = waiting.t_latest or now + COPY_S_MAX
-            waiting.behind = copying
+            if waiting.behind is not copying:
+                waiting.t_latest = now + COPY_S_MAX
+            waiting.behind, waiting.until = copying, until
         return not is_later
 
     def _begin(self, waiting: Waiting, slot: Slot) -> Sequence:

@@ -17,6 +17,7 @@ MODULES = (
     "gate",
     "grid",
     "soak",
+    "agents",
     "check",
     "kernels",
     "qsa_depth",

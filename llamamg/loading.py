@@ -186,6 +186,7 @@ def assemble(
         calls,
         n_ctx_slot=n_ctx_slot,
         similarity=g.slot_prompt_similarity,
+        n_batch=runner.n_batch,
         is_settled=arranger.is_settled,
     )
     scheduler = Scheduler(

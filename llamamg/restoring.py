@@ -14,6 +14,7 @@ from llamamg.hookcalls import HookCalls
 from llamamg.hooks import Hook
 from llamamg.kvcache import KVCache
 from llamamg.slot import Slot
+from llamamg.transfer.job import ALL
 
 if TYPE_CHECKING:
     from llamamg.admission import Waiting
@@ -63,7 +64,7 @@ class Restorer:
             nonlocal kept, has_room, is_later
             if hit.n_tokens > len(prompt):
                 return f"it claims {hit.n_tokens} tokens of a prompt of {len(prompt)}"
-            is_later = may_wait and hit.n_tokens > n_own and slot.loses(self._kept(n_common))
+            is_later = may_wait and hit.n_tokens > n_own and slot.loses(self._kept(n_common), ALL)
             if hit.n_tokens > n_own and not is_later:
                 has_room = not (self.may_defer and getattr(hit, "starts_early", False))
                 kept, has_room = self._prepare(slot, self._kept(n_common), has_room)

@@ -64,9 +64,9 @@ class Slot:
         """Whether a sequence runs in it, or it is being moved or filled."""
         return self.sequence is not None or self.moving or self.restoring
 
-    def loses(self, n_kept: int) -> bool:
-        """Whether something behind the first `n_kept` tokens is still to be copied out of it."""
-        return self.copying is not None and not self.copying.is_over and n_kept < len(self.tokens)
+    def loses(self, begin: int, end: int) -> bool:
+        """Whether tokens from `begin` to below `end` are still to be copied out of it."""
+        return begin < len(self.tokens) and self.copying is not None and not self.copying.is_past(end)
 
     def give_way(self, begin: int, end: int) -> None:
         """Cells [begin, end) are about to be written: what was to be copied of them is copied first, if that is quick."""

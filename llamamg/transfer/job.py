@@ -119,6 +119,11 @@ class Transfer:
         with self._changed:
             return self._changed.wait_for(lambda: self._sealed and not self._open, timeout_s)
 
+    def is_past(self, end: int) -> bool:
+        """Whether nothing below position `end` is still to be copied."""
+        with self._changed:
+            return self._sealed and all(at >= end for at in self._open)
+
     @property
     def is_over(self) -> bool:
         """Whether everything was copied, cut away or failed."""

@@ -10,7 +10,7 @@ import pytest
 from cache_server import Server, alone, talk
 from prometheus_client import generate_latest
 
-from llamamg import N_ROWS
+from llamamg import N_ROWS, admission
 from llamamg.testing import ask
 
 
@@ -65,7 +65,10 @@ def test_a_short_slot_does_not_hide_a_longer_prefix(serve: Callable[..., Server]
     assert server.n_cached(request) == 899
 
 
-def test_the_next_user_of_a_slot_is_not_held_back_and_nothing_wrong_is_kept(serve: Callable[..., Server]) -> None:
+def test_the_next_user_of_a_slot_is_not_held_back_for_long_and_nothing_wrong_is_kept(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "COPY_S_MAX", 0.0)
     server = serve(1)
     gate = threading.Event()
     copied = [0]
@@ -85,6 +88,8 @@ def test_the_next_user_of_a_slot_is_not_held_back_and_nothing_wrong_is_kept(serv
     assert not transfer.is_over
     request = ask(other, n_predict=4)
     server.engine.submit(request)
+    server.engine.step()
+    assert server.engine.queue_len() == 1
     started = time.perf_counter()
     server.engine.step()
     assert time.perf_counter() - started < 1.0
@@ -264,7 +269,10 @@ def test_rows_are_saved_before_the_next_user_overwrites_them(
         ]
 
 
-def test_a_slow_copy_is_given_up_where_the_next_user_writes(serve: Callable[..., Server]) -> None:
+def test_a_slow_copy_is_given_up_where_the_next_user_writes(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "COPY_S_MAX", 0.0)
     server = serve(1)
     server.cells.slow = lambda: time.sleep(0.03)
     first = talk(3000, 1)
@@ -276,7 +284,7 @@ def test_a_slow_copy_is_given_up_where_the_next_user_writes(serve: Callable[...,
     assert transfer is not None
     assert not transfer.is_over
     server.engine.submit(ask(talk(400, 2), n_predict=2))
-    while server.engine.step():
+    while server.engine.step() or server.engine.queue_len():
         pass
     assert transfer.limit == 0
     server.cells.slow = lambda: None

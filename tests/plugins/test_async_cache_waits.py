@@ -10,7 +10,7 @@ import pytest
 from cache_server import Server, alone, talk
 
 from llamamg import admission
-from llamamg.request import Request
+from llamamg.request import Finished, Request
 from llamamg.testing import ask
 
 N_STEPS = 40
@@ -87,18 +87,74 @@ def test_others_decode_meanwhile_and_pass_it(serve: Callable[..., Server], gate:
     assert server.n_cached(back) >= 1490  # a hybrid goes back to a checkpoint
 
 
-def test_a_prompt_that_begins_like_nothing_kept_waits_only_where_it_would_empty_the_slot_at_once(
-    serve: Callable[..., Server], gate: threading.Event
+def test_a_prompt_that_begins_like_nothing_kept_waits_for_the_cells_of_its_first_batch(
+    serve: Callable[..., Server],
 ) -> None:
-    """Where cells are positions, each step lets the cells it overwrites be copied first."""
-    for are_positions, n_waiting in ((True, 0), (False, 1)):
-        server = serve(1)
+    """Where cells are positions. Each step overwrites its own cells only, and copies are far ahead of prompts."""
+    first, other = talk(3500, 1), talk(300, 3)
+    for are_positions in (True, False):
+        server, gate, copied = serve(1), threading.Event(), []
+
+        def slow(gate: threading.Event = gate, copied: list[int] = copied) -> None:
+            copied.append(1)
+            if len(copied) > 8:  # blocks of 256
+                gate.wait(20)
+
         server.engine.kv.cells_are_positions = are_positions  # type: ignore[misc]
-        holding(server, gate, talk(1200, 2), wait_s=0.1)
-        server.engine.submit(ask(talk(300, 3), n_predict=4))
-        server.engine.step()
-        assert server.engine.queue_len() == n_waiting
+        server.cells.slow = slow
+        server.engine.submit(ask(first, n_predict=2))
+        while server.engine.step():
+            pass
+        request = ask(other, n_predict=40)
+        server.engine.submit(request)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until and (not server.engine.step() or server.engine.queue_len()):
+            pass
+        assert server.engine.queue_len() == (0 if are_positions else 1)
+        gate.set()
         server.settle()
+        assert server.text(request) == alone(other, 40)
+        back = ask([*first, 60], n_predict=4)
+        assert server.run(back) == [alone([*first, 60], 4)]
+        assert server.n_cached(back) >= 3500
+        assert server.parts.saver.n_cut == 0
+
+
+def test_nobody_passes_who_waits_for_the_same_slot(serve: Callable[..., Server], gate: threading.Event) -> None:
+    """A conversation that goes on at once would keep its slot for ever."""
+    server = serve(1)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2))
+    holding(server, gate, talk(1200, 2))
+    back = ask([*first, 60, 61], n_predict=4)
+    follow_up = ask([*server.engine.slots[0].tokens.view().tolist(), 60], n_predict=4)
+    steps(server, back)
+    steps(server, follow_up)
+    assert server.engine.queue_len() == 2
+    gate.set()
+    server.settle()
+    ended = [id_ for id_, event in server.events if isinstance(event, Finished)]
+    assert ended.index(back.id) < ended.index(follow_up.id)
+    assert server.n_cached(follow_up) >= 1200
+    assert server.n_cached(back) >= 1500
+
+
+def test_who_waits_goes_on_when_the_plugin_is_switched_off(serve: Callable[..., Server], gate: threading.Event) -> None:
+    server = serve(1)
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2))
+    holding(server, gate, talk(1200, 2), wait_s=0.1)
+    back = ask([*first, 60, 61], n_predict=4)
+    steps(server, back)
+    assert server.engine.queue_len() == 1
+    server.plugins.toggle("async-cache", False)
+    server.engine.step()
+    assert server.engine.queue_len() == 0
+    while server.engine.step():
+        pass
+    assert server.text(back) == alone([*first, 60, 61], 4)
+    server.plugins.toggle("async-cache", True)
+    server.settle()
 
 
 def test_a_follow_up_waits_for_nothing(serve: Callable[..., Server], gate: threading.Event) -> None:
