@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from itertools import accumulate
 
+from llamamg.grammar_search import Search
+
 # The parser goes deeper with each bracket in a bracket, and its search for left recursion with each rule or bracket that
 # begins with another one: too many end the process.
 N_NESTED_MAX, N_RULES_MAX = 1000, 50_000
@@ -33,6 +35,8 @@ def complaint(grammar: str) -> str | None:
     steps = (1 if char == "(" else -1 for char in bare if char in "()")
     if max(accumulate(steps), default=0) > N_NESTED_MAX or bare.count("(") + bare.count("::=") > N_RULES_MAX:
         return f"the grammar is too large: it may have {N_NESTED_MAX} brackets in each other, and {N_RULES_MAX} brackets and rules"
+    search = Search()
+    act = {"(": search.open, ")": search.close, "|": search.choice}
     n_bytes = item = 0  # item: elements of what the next repetition repeats
     rule_bytes = RULE_BYTES
     for part in _PARTS.finditer(grammar):
@@ -41,12 +45,21 @@ def complaint(grammar: str) -> str | None:
                 text = part["text"]
                 item = max(1, len(_ESCAPES.sub("x", text) if "\\" in text else text) - 2)
                 n_bytes += ELEMENT_BYTES * item
+                if text == '""':
+                    search.nothing()
+                else:
+                    search.letter()
             case "one":
                 item = 1
                 n_bytes += ELEMENT_BYTES
+                if part["one"][0] in "<!.":
+                    search.letter()
+                else:
+                    search.reference(part["one"])
             case "rule":
                 item, rule_bytes = 0, RULE_BYTES + len(part["rule"])  # names of what it is written out to begin with it
                 n_bytes += rule_bytes
+                search.begin(part["rule"])
             case "times":
                 least, most = _times(part)
                 if most is not None and most < least:
@@ -57,15 +70,18 @@ def complaint(grammar: str) -> str | None:
                 n_rules = 1 if most is None or most > N_REPEAT_MAX else most - least
                 n_bytes += n_rules * (rule_bytes + ELEMENT_BYTES * (item + 3)) + ELEMENT_BYTES * least * item
                 item = least * item + min(n_rules, 1)
+                search.repeat(least, least + n_rules, most is not None)
             case "other":
                 item = 1  # an outer bracket is over: one reference to what is in it
                 n_bytes += rule_bytes if part["other"] == "(" else ELEMENT_BYTES
+                if part["other"] in act:
+                    act[part["other"]]()
         if n_bytes > N_BYTES_MAX:
             return (
                 f"the grammar is too large: written out it takes more than {N_BYTES_MAX >> 20} MiB, so use fewer or smaller "
                 "repetitions, or shorter texts in them"
             )
-    return None
+    return search.complaint()
 
 
 def _times(part: re.Match[str]) -> tuple[int, int | None]:

@@ -268,6 +268,8 @@ class _Converter:
 
     def _counts(self, schema: Schema, of: str) -> tuple[int | None, int | None]:
         n_min, n_max = _count(schema, "min" + of, 0), _count(schema, "max" + of, None)
+        if n_min is not None and n_max is not None and n_min > n_max:
+            raise SchemaError(f"min{of} {n_min} is above max{of} {n_max}")
         self._take(min(n_max or n_min or 0, N_REPEAT_MAX) // 100)  # a rule for each, small ones
         return n_min, n_max
 

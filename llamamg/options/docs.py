@@ -32,8 +32,9 @@ the start with a sentence; nothing is ignored in silence.
   answer is JSON whatever the model prefers. `not`, `uniqueItems`, `multipleOf` and bounds of fractions are left to the model.
   A pattern with a lookahead is an error, and so is a schema that has more than 20000 parts when its references are written out.
 * A grammar is refused (400) when it would take more than 256 MiB with its repetitions written out, has more than 1000 brackets
-  in each other or 50000 brackets and rules, or repeats something `{m,n}` times with n below m: llama.cpp's parser would fill
-  the memory or end the process. Otherwise its own limits hold: no repetition above 2000.
+  in each other or 50000 brackets and rules, repeats something `{m,n}` times with n below m, has a rule that begins with
+  itself, or reaches what comes next in more than 50000 ways: llama.cpp would fill the memory, end the process or search without
+  end. Otherwise its own limits hold: no repetition above 2000.
 
 A config file is TOML. Keys of `[serve]` are long option names without the dashes; `[plugins.NAME]` holds a plugin's options
 and `enabled`:

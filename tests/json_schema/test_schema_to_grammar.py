@@ -203,6 +203,8 @@ def test_every_integer_between_bounds(allows: Allows, low: int, high: int) -> No
         ({"required": [5]}, "required must name members"),
         ({"required": [[]]}, "required must name members"),
         ({"type": "integer", "minimum": "x"}, "minimum must be a number"),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength 5 is above maxLength 3"),
+        ({"type": "array", "minItems": 2, "maxItems": 0}, "minItems 2 is above maxItems 0"),
     ],
 )
 def test_what_has_no_grammar_is_said(schema: Any, part: str) -> None:

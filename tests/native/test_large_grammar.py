@@ -81,6 +81,44 @@ def test_a_repetition_that_ends_before_it_begins_is_an_error(library: Library, v
         build(library, vocab, f'root ::= "a"{times}')
 
 
+def doubling(n: int, alternatives: str) -> str:
+    rules = "".join(f"r{i} ::= {alternatives.replace('r', f'r{i + 1}')}\n" for i in range(n))
+    return f'root ::= r0\n{rules}r{n} ::= "a" | ""'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        doubling(60, "r | r"),
+        doubling(60, "r r"),
+        doubling(60, "r (r)?"),
+        doubling(60, "(r | r){0,3}"),
+        doubling(60, '"x" r | r r'),
+        'root ::= r0\nr0 ::= (r1?){0,600}\nr1 ::= (r2?){0,600}\nr2 ::= "a"',
+        'root ::= "x" r0\nr0 ::= "y" (r1?){0,600}\nr1 ::= (r2?){0,600}\nr2 ::= "a"',
+    ],
+)
+def test_what_is_searched_without_end_is_an_error(library: Library, vocab: Vocabulary, grammar: str) -> None:
+    """Each would take minutes at least, most of them for ever."""
+    with pytest.raises(SamplerError, match="the grammar is too ambiguous"):
+        build(library, vocab, grammar)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= root "a" | "b"',
+        'root ::= x root "a" | "b"\nx ::= y\ny ::= "" | "c"',
+        'root ::= ("b"? root "c")* "d"',
+        'root ::= "x" r\nr ::= s{0,3} "a"\ns ::= t t\nt ::= "b"? r? "c"?',
+    ],
+)
+def test_a_rule_that_begins_with_itself_is_an_error(library: Library, vocab: Vocabulary, grammar: str) -> None:
+    """With a rule before it that is nothing in a roundabout way the parser does not notice, and fills the memory."""
+    with pytest.raises(SamplerError, match="a rule that begins with itself"):
+        build(library, vocab, grammar)
+
+
 @pytest.mark.parametrize(
     "times", ["{1,1000000}", "{2001,}", "{1000000}", "{1000}{1000}", "{0,}{0,}{1,2000}", "{0}", "{0,0}"]
 )
@@ -99,8 +137,26 @@ def test_other_repetitions_are_left_to_the_parser(times: str) -> None:
         schema_to_grammar({"properties": {f"m{i}": {"type": "string", "maxLength": 2000} for i in range(300)}}),
         'root ::= "' + "+{9}" * 50_000 + '" "a" | [{9,1}+]{2} # {9,1}',
         'root ::= "' + "a" * 1000 + '"{2000} "a"{0,2000} ("b" | "c"{3}){2,500}+',
+        "root ::= " + " | ".join(f'"word{i}"' for i in range(10_000)),
+        "root ::= p0\n"
+        + "".join(f'p{i} ::= p{i + 1} | p{i + 1} "+" p{i} | p{i + 1} "-" p{i}\n' for i in range(8))
+        + 'p8 ::= [0-9]+ | "(" p0 ")"',
+        'root ::= list\nlist ::= "" | space item list\nspace ::= [ ]*\nitem ::= ("a" item)? "b"',
+        'root ::= ("a"?)* (" "? | "b")* ""',
     ],
-    ids=["deep", "chain", "brackets that are text", "schema", "lengths", "repetitions that are text", "repetitions"],
+    ids=[
+        "deep",
+        "chain",
+        "brackets that are text",
+        "schema",
+        "lengths",
+        "repetitions that are text",
+        "repetitions",
+        "words",
+        "arithmetic",
+        "lists",
+        "nothing",
+    ],
 )
 def test_what_is_large_otherwise_is_read(library: Library, vocab: Vocabulary, grammar: str) -> None:
     build(library, vocab, grammar)
