@@ -45,7 +45,7 @@ def complaint(grammar: str) -> str | None:
                 text = part["text"]
                 item = max(1, len(_ESCAPES.sub("x", text) if "\\" in text else text) - 2)
                 n_bytes += ELEMENT_BYTES * item
-                if text == '""':
+                if text in ('""', "[]", "[^]"):
                     search.nothing()
                 else:
                     search.letter()
