@@ -175,7 +175,7 @@ def slot_released(slot: Slot, sequence: Sequence, reason: FinishReason) -> None:
 
     When: once per sequence, before the slot is given to anybody else.
     May change: nothing of the slot but `slot.copying`: start saving its state by a Transfer, which the engine cuts before the
-    slot's memory changes, whether the plugin is on by then or not.
+    slot's memory changes, whether the plugin is on by then or not. One that is there is the new one's `earlier`.
     Must not: keep the slot from its next user. The engine does, for at most 5 s: until the copy has what the next user would
     overwrite in its first batch, or all of it where all would be cut at once.
     """

@@ -85,7 +85,7 @@ class Saver:
     def save(self, slot: Slot, tokens: Tokens) -> Save:
         """Begin to save `tokens`, which the slot holds. What has to be copied is found by `prepare`, before the slot changes."""
         self.prepare(slot)
-        transfer = Transfer(slot.seq_id, True, self._cells.fence(slot.seq_id))
+        transfer = Transfer(slot.seq_id, True, self._cells.fence(slot.seq_id), slot.copying)
         save = Save(transfer, slot, tokens, self._tree.root)
         save.states = [_state(c) for c in slot.checkpoints if c.n_tokens <= len(tokens)]
         if len(tokens):

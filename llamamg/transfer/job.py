@@ -68,10 +68,14 @@ class Copier(Protocol):
 
 
 class Transfer:
-    """Made, filled and cut on one thread; worked on by others."""
+    """Made, filled and cut on one thread; worked on by others.
 
-    def __init__(self, seq_id: int, to_host: bool, fence: Fence | None = None) -> None:
+    `earlier` copies of the same sequence: while they are not over, whoever cuts this or gives way to it means them, too.
+    """
+
+    def __init__(self, seq_id: int, to_host: bool, fence: Fence | None = None, earlier: Transfer | None = None) -> None:
         self.seq_id, self.to_host = seq_id, to_host
+        self._earlier = None if earlier is None or earlier.is_over else earlier
         self._fence = fence  # what is being computed into the rows, or read from them, still
         self.error: Exception | None = None
         self.n_bytes = 0  # copied
@@ -96,6 +100,8 @@ class Transfer:
 
     def cut(self, limit: int) -> None:
         """Copy nothing from position `limit` on. When this returns, no thread touches it."""
+        if self._earlier is not None:
+            self._earlier.cut(limit)
         with self._changed:
             self._limit = min(self._limit, limit)
             self._changed.wait_for(lambda: all(end <= self._limit for end in self._active))
@@ -104,6 +110,8 @@ class Transfer:
         """Positions from `begin` to below `end` are about to be overwritten: finish what is to be copied of them within
         `wait_s`, or copy nothing from `begin` on. When this returns, no thread touches them.
         """
+        if self._earlier is not None:
+            self._earlier.give_way(begin, end, wait_s)
         with self._changed:
             # Works that are still to come find these positions overwritten.
             if not self._sealed or not self._changed.wait_for(lambda: all(at >= end for at in self._open), wait_s):
@@ -121,13 +129,17 @@ class Transfer:
 
     def is_past(self, end: int) -> bool:
         """Whether nothing below position `end` is still to be copied."""
+        if self._earlier is not None and not self._earlier.is_past(end):
+            return False
         with self._changed:
             return self._sealed and all(at >= end for at in self._open)
 
     @property
     def is_over(self) -> bool:
         """Whether everything was copied, cut away or failed."""
-        return self._sealed and not self._open
+        if self._earlier is not None and self._earlier.is_over:
+            self._earlier = None
+        return self._sealed and not self._open and self._earlier is None
 
     @property
     def limit(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from cache_server import Server, alone, talk
 
+from llamamg import admission
 from llamamg.testing import ask
 
 
@@ -64,3 +67,42 @@ def test_a_block_that_is_being_written_to_disk_is_left_as_it_is(serve: Callable[
     assert leaf.end < len(again)
     assert server.run(ask(again, n_predict=4)) == [alone(again, n_predict=4)]
     assert leaf.end < len(again) - 30 + 1, "what follows has a block of its own"
+
+
+@pytest.mark.parametrize("are_positions", [True, False])
+def test_who_takes_a_slot_that_is_saved_twice_cuts_both_copies(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, are_positions: bool
+) -> None:
+    """A follow-up ended while what its slot had held before was still being copied."""
+    monkeypatch.setattr(admission, "COPY_S_MAX", 0.0)
+    server, gate, copied = serve(1), threading.Event(), []
+
+    def slow() -> None:
+        copied.append(1)
+        if len(copied) == 2:
+            gate.wait(0.3)  # one chunk
+
+    server.engine.kv.cells_are_positions = are_positions  # type: ignore[misc]
+    server.cells.slow = slow
+    first, other = talk(1500, 1), talk(1600, 2)
+    server.engine.submit(ask(first, n_predict=2))
+    while server.engine.step():
+        pass
+    slot = server.engine.slots[0]
+    begun, said = slot.copying, slot.tokens.view().tolist()
+    server.engine.submit(ask([*said, 60], n_predict=4))
+    while server.engine.step():
+        pass
+    assert begun is not None
+    assert not begun.is_over
+    assert slot.copying is not begun
+    request = ask(other, n_predict=4)
+    server.engine.submit(request)
+    while server.engine.step() or server.engine.queue_len():
+        pass
+    gate.set()
+    begun.wait()
+    server.settle()
+    assert server.text(request) == alone(other, 4)
+    for prompt in ([*first, 60, 61], [*said, 60, 61]):
+        assert server.run(ask(prompt, n_predict=4)) == [alone(prompt, 4)]
