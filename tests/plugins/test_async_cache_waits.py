@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from cache_server import Server, alone, talk
+from numpy.typing import NDArray
 
 from llamamg import admission
 from llamamg.request import Finished, Request
 from llamamg.testing import ask
+from llamamg_plugins.async_cache_hit import Hit
 
 N_STEPS = 40
 
@@ -200,6 +203,49 @@ def test_a_copy_that_takes_too_long_is_cut(
     assert server.text(back) == alone([*first, 60, 61], 4)
     assert server.n_cached(back) >= 1490  # a hybrid goes back to a checkpoint
     assert server.parts.saver.n_cut == 1
+
+
+def test_who_waits_for_all_of_a_copy_is_asked_for_once_and_no_longer_than_before(
+    serve: Callable[..., Server], gate: threading.Event
+) -> None:
+    """First for the cells of its first batch, then, since there is something to restore, for the others."""
+    server, first_batch, copied, asked = serve(1), threading.Event(), [], []
+    first = talk(1500, 1)
+    server.run(ask(first, n_predict=2))
+    find = server.parts.restorer.find
+
+    def counted(prompt: NDArray[np.int32]) -> Hit | None:
+        asked.append(1)
+        return find(prompt)
+
+    server.parts.restorer.find = counted  # type: ignore[method-assign]
+
+    def slow() -> None:
+        copied.append(1)
+        (first_batch if len(copied) < 4 else gate).wait(20)  # blocks of 256
+
+    server.cells.slow = slow
+    server.engine.submit(ask(talk(2000, 2), n_predict=2))
+    while server.engine.step():
+        pass
+    back = ask([*first, 60, 61], n_predict=4)
+    asked.clear()
+    steps(server, back)
+    (waiting,) = server.engine.scheduler._admission.queue
+    t_latest = waiting.t_latest
+    assert not asked
+    first_batch.set()
+    until = time.monotonic() + 5
+    while len(copied) < 4 and time.monotonic() < until:
+        time.sleep(0.001)
+    for _ in range(N_STEPS):
+        server.engine.step()
+    assert (len(asked), waiting.t_latest) == (1, t_latest)
+    assert server.engine.queue_len() == 1
+    gate.set()
+    server.settle()
+    assert server.n_cached(back) >= 1500
+    assert server.parts.saver.n_cut == 0
 
 
 def test_one_that_is_cancelled_while_it_waits_leaves_the_copy_alone(
