@@ -48,13 +48,17 @@ class Admission:
         n_ctx_slot: int,
         similarity: float,
         n_batch: int,
+        moves_prompts: bool,
         is_settled: Callable[[int], bool],
     ) -> None:
-        """`is_settled`: whether no decode will copy cells about in a context."""
+        """`moves_prompts`: they may be computed in another context.
+
+        `is_settled`: whether no decode will copy cells about in a context.
+        """
         self.queue: list[Waiting] = []
         self._slots, self._kv, self._checkpoints, self._calls = slots, kv, checkpoints, calls
         self._n_ctx_slot, self._similarity, self._is_settled = n_ctx_slot, similarity, is_settled
-        self._n_batch = n_batch
+        self._n_batch, self._moves_prompts = n_batch, moves_prompts
         self.restorer = Restorer(kv, calls, self._changing)
 
     def add(self, waiting: Waiting) -> None:
@@ -127,7 +131,8 @@ class Admission:
             return False
         n_common, n_own = self._own(slot, waiting.request)
         # Where cells are positions each step overwrites its own: the copy only has to be ahead of the first one.
-        until = n_own + self._n_batch if self._kv.cells_are_positions else ALL
+        overwrites = self._kv.cells_are_positions and not self._moves_prompts
+        until = n_own + self._n_batch if overwrites else ALL
         is_later = may_wait and slot.loses(n_own, until)
         # Not where the next decode would copy other cells over what is put there.
         if not is_later and hooks.find_prefix and waiting.request.cache_prompt and self._is_settled(slot.context):

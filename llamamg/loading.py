@@ -187,6 +187,7 @@ def assemble(
         n_ctx_slot=n_ctx_slot,
         similarity=g.slot_prompt_similarity,
         n_batch=runner.n_batch,
+        moves_prompts=bool(layout.prefill),
         is_settled=arranger.is_settled,
     )
     scheduler = Scheduler(

@@ -123,6 +123,36 @@ def test_a_prompt_that_begins_like_nothing_kept_waits_for_the_cells_of_its_first
         assert server.parts.saver.n_cut == 0
 
 
+def test_a_prompt_that_goes_to_the_prefill_slots_waits_for_all_of_it(
+    serve: Callable[..., Server], gate: threading.Event
+) -> None:
+    """What its slot holds goes there too, at once, and a copy of that is cut."""
+    server, copied = serve(1, n_prefill_slots=1), []
+    first = talk(3500, 1)
+    other = [*first[:300], *talk(900, 2)]
+
+    def slow() -> None:
+        copied.append(1)
+        if len(copied) > 8:  # blocks of 256
+            gate.wait(20)
+
+    server.cells.slow = slow
+    server.engine.submit(ask(first, n_predict=4))
+    while server.engine.step():
+        pass
+    until = time.monotonic() + 5
+    while len(copied) < 9 and time.monotonic() < until:
+        time.sleep(0.001)
+    request = ask(other, n_predict=4)
+    steps(server, request)
+    gate.set()
+    server.settle()
+    assert server.text(request) == alone(other, 4)
+    back = ask([*first, 60], n_predict=4)
+    assert server.run(back) == [alone([*first, 60], 4)]
+    assert server.n_cached(back) >= 3500
+
+
 def test_nobody_passes_who_waits_for_the_same_slot(serve: Callable[..., Server], gate: threading.Event) -> None:
     """A conversation that goes on at once would keep its slot for ever."""
     server = serve(1)
