@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamamg.batch import StepState
 from llamamg.checkpoint import CheckpointPolicy
@@ -32,7 +33,9 @@ class Waiting:
     sampler: Sampler
     behind: Transfer | None = None  # what is copied out of the slot it would get, where it waits for that
     until: int = 0  # token up to which it does
-    t_latest: float = 0.0  # seconds of perf_counter until when it does
+    latest: dict[Transfer, float] = field(
+        default_factory=dict
+    )  # seconds of perf_counter until when it waits for each copy
 
 
 class Admission:
@@ -122,11 +125,7 @@ class Admission:
         if copying is None and not hooks.find_prefix:
             return True
         now = time.perf_counter()
-        may_wait = (
-            copying is not None
-            and bool(hooks.slot_released)
-            and (copying is not waiting.behind or now < waiting.t_latest)
-        )
+        may_wait = copying is not None and bool(hooks.slot_released) and now < waiting.latest.get(copying, math.inf)
         if may_wait and copying is not None and copying is waiting.behind and not copying.is_past(waiting.until):
             return False
         n_common, n_own = self._own(slot, waiting.request)
@@ -138,9 +137,8 @@ class Admission:
         if not is_later and hooks.find_prefix and waiting.request.cache_prompt and self._is_settled(slot.context):
             is_later = self.restorer.offer(waiting, slot, n_common, n_own, may_wait) is Offer.LATER
             until = ALL
-        if is_later:
-            if waiting.behind is not copying:
-                waiting.t_latest = now + COPY_S_MAX
+        if is_later and copying is not None:
+            waiting.latest.setdefault(copying, now + COPY_S_MAX)
             waiting.behind, waiting.until = copying, until
         return not is_later
 

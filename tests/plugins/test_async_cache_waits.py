@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -262,7 +263,7 @@ def test_who_waits_for_all_of_a_copy_is_asked_for_once_and_no_longer_than_before
     asked.clear()
     steps(server, back)
     (waiting,) = server.engine.scheduler._admission.queue
-    t_latest = waiting.t_latest
+    latest = dict(waiting.latest)
     assert not asked
     first_batch.set()
     until = time.monotonic() + 5
@@ -270,12 +271,37 @@ def test_who_waits_for_all_of_a_copy_is_asked_for_once_and_no_longer_than_before
         time.sleep(0.001)
     for _ in range(N_STEPS):
         server.engine.step()
-    assert (len(asked), waiting.t_latest) == (1, t_latest)
+    assert (len(asked), waiting.latest) == (1, latest)
     assert server.engine.queue_len() == 1
     gate.set()
     server.settle()
     assert server.n_cached(back) >= 1500
     assert server.parts.saver.n_cut == 0
+
+
+def test_who_is_sent_from_one_slot_to_the_other_waits_for_each_copy_once(
+    serve: Callable[..., Server], gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two groups, of which now one computes and now the other."""
+    monkeypatch.setattr(admission, "COPY_S_MAX", 0.05)
+    server = serve(2)
+    server.engine.kv.cells_are_positions = False  # type: ignore[misc]
+    slots, looks = server.engine.slots, itertools.count()
+    holding(server, gate, talk(1200, 2), wait_s=0.5)
+    server.engine.submit(ask(talk(1300, 3), n_predict=2, id_slot=1))
+    while server.engine.step():
+        pass
+    monkeypatch.setattr(server.engine.scheduler._admission, "choose", lambda request, free: slots[next(looks) % 2])
+    request = ask(talk(900, 4), n_predict=2)
+    server.engine.submit(request)
+    until = time.monotonic() + 0.4
+    while time.monotonic() < until and (not server.engine.step() or server.engine.queue_len()):
+        pass
+    assert server.engine.queue_len() == 0
+    assert next(looks) > 3
+    gate.set()
+    server.settle()
+    assert server.text(request) == alone(talk(900, 4), 2)
 
 
 def test_one_that_is_cancelled_while_it_waits_leaves_the_copy_alone(
