@@ -33,9 +33,7 @@ class Waiting:
     sampler: Sampler
     behind: Transfer | None = None  # what is copied out of the slot it would get, where it waits for that
     until: int = 0  # token up to which it does
-    latest: dict[Transfer, float] = field(
-        default_factory=dict
-    )  # seconds of perf_counter until when it waits for each copy
+    latest: dict[Transfer, float] = field(default_factory=dict)  # until when it waits for each, in perf_counter seconds
 
 
 class Admission:
