@@ -15,7 +15,7 @@ from llamamg.hookcalls import HookCalls
 from llamamg.kvcache import KVCache
 from llamamg.output import TextStream
 from llamamg.request import Failed, Request, Timings
-from llamamg.restoring import Offer, Restorer
+from llamamg.restoring import Restorer
 from llamamg.sampler import Sampler
 from llamamg.sequence import Sequence
 from llamamg.slot import Slot
@@ -133,7 +133,7 @@ class Admission:
         is_later = may_wait and slot.loses(n_own, until)
         # Not where the next decode would copy other cells over what is put there.
         if not is_later and hooks.find_prefix and waiting.request.cache_prompt and self._is_settled(slot.context):
-            is_later = self.restorer.offer(waiting, slot, n_common, n_own, may_wait) is Offer.LATER
+            is_later = self.restorer.offer(waiting, slot, n_common, n_own, may_wait)
             until = ALL
         if is_later and copying is not None:
             waiting.latest.setdefault(copying, now + COPY_S_MAX)

@@ -104,15 +104,15 @@ class Search:
         known: dict[int, tuple[int, int]] = {LETTER: (1, 1)}  # ways and stacks of a rule
         for start in range(len(self._rules)):
             path: dict[int, int] = {}  # rules on the way, and how many before did not end with the next one
-            todo = [(start, 0)]
-            while todo:
-                rule, n_behind = todo[-1]
+            unseen = [(start, 0)]
+            while unseen:
+                rule, n_behind = unseen[-1]
                 if rule in known:
-                    todo.pop()
+                    unseen.pop()
                     continue
                 begins = [next(self._parts(alternative), []) for alternative in self._rules[rule]]
                 if rule in path:
-                    todo.pop()
+                    unseen.pop()
                     del path[rule]
                     sums = [self._sum(part, known) for part in begins]
                     known[rule] = _capped(1 + sum(ways for ways, _ in sums), sum(stacks for _, stacks in sums))
@@ -121,7 +121,7 @@ class Search:
                 for item in (item for part in begins for item in part):
                     n = n_behind + (not item.is_last)
                     if item.rule not in path:
-                        todo.append((item.rule, n))
+                        unseen.append((item.rule, n))
                     elif n > path[item.rule]:  # each time round more is left to be done behind it
                         return "the grammar has a rule that begins with itself: have it begin with what it takes first"
         parts = (part for rule in self._rules for alternative in rule for part in self._parts(alternative))
@@ -159,12 +159,12 @@ class Search:
         for i, rule in enumerate(self._rules):
             for item in (item for alternative in rule for item in alternative):
                 users.setdefault(item.rule, []).append(i)
-        todo = list(range(len(self._rules)))
-        while todo:
-            i = todo.pop()
+        unseen = list(range(len(self._rules)))
+        while unseen:
+            i = unseen.pop()
             if i not in self._empty and any(all(map(self._may_be_nothing, a)) for a in self._rules[i]):
                 self._empty.add(i)
-                todo += users.get(i, [])
+                unseen += users.get(i, [])
 
 
 def _capped(ways: int, stacks: int) -> tuple[int, int]:

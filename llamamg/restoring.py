@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from llamamg.decisions import PrefixHit
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 RESTORE_S_MAX = 30.0  # after that the prompt is computed instead
-
-
-class Offer(Enum):
-    """What came of asking for stored state."""
-
-    NONE = "the slot's own is as good"
-    BEGUN = "the slot is being filled; `finished` gives the request back"
-    LATER = "there is some, but what the slot holds is still being copied out of it: ask again"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +44,11 @@ class Restorer:
         self.timeout_s = RESTORE_S_MAX
         self.may_defer = False  # the only context is about to compute others: slots may be emptied meanwhile
 
-    def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int, may_wait: bool = False) -> Offer:
+    def offer(self, waiting: Waiting, slot: Slot, n_common: int, n_own: int, may_wait: bool) -> bool:
         """Ask the plugins for more than the `n_own` tokens that the slot can reuse of the `n_common` it shares.
 
-        Filling a slot cuts what is being copied out of it; who `may_wait` is asked again instead.
+        A slot that is being filled is `restoring`, and `finished` gives the request back. Filling cuts what is still being copied
+        out of the slot: True when a request that `may_wait` is to be offered again later instead.
         """
         prompt, kept, has_room, is_later = waiting.request.prompt, 0, True, False
 
@@ -74,16 +66,16 @@ class Restorer:
 
         hit, owner = self._calls.first_with_owner("find_prefix", waiting.request, slot, check=begin)
         if is_later:
-            return Offer.LATER
+            return True
         if slot.restoring and hit is None:
             self._give_up(slot)  # its plugin raised on the way
         if not slot.restoring or owner is None:
-            return Offer.NONE
+            return False
         restoring = Restoring(waiting, slot, hit, owner, kept, time.perf_counter() + self.timeout_s, has_room)
         if has_room and self._is_through(restoring):
-            return Offer.NONE
+            return False
         self.under_way.append(restoring)
-        return Offer.BEGUN
+        return False
 
     def make_room(self) -> bool:
         """Empty the slots that were not emptied yet; whether there were any. A batch of other sequences may be on its way."""
