@@ -179,7 +179,10 @@ class Engine:
     # -- on the engine thread
 
     def step(self) -> bool:
-        """Admit, plan, keep the pipeline full, collect one batch, emit its tokens. False when there was nothing to do."""
+        """Admit, plan, keep the pipeline full, collect one batch, emit its tokens. False when there was nothing to do.
+
+        With several contexts its tokens are emitted by the next step, once that has submitted what follows them.
+        """
         self._drain()
         if free := self._free():
             self._pending.extend(self.scheduler.plan(free).batches)
@@ -187,11 +190,16 @@ class Engine:
         self._fill()
         self.scheduler.make_room()
         worked = worked or self.runner.n_in_flight > 0
+        # A context's own thread needs the interpreter's lock to begin, and so does whoever writes answers: it goes first.
+        is_late = self.runner.n_contexts > 1
+        emitted = is_late and self._emit()
         done = self.runner.collect()
         if done is not None:
             worked = True
             self._take(done)
-        return self._emit() or worked
+        if not is_late:
+            emitted = self._emit()
+        return emitted or worked
 
     def _free(self) -> tuple[int, ...]:
         """The contexts to plan for: nothing of them is in flight, pending or about to move."""

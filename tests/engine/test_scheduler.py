@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llamamg.request import Finished, Progress, Started
+from llamamg.request import Delta, Finished, Progress, Started
 from llamamg.testing import ask, fake_engine, run
 
 PROMPT = [40 + i % 80 for i in range(1000)]
@@ -159,3 +159,29 @@ def test_views_of_slots_follow_the_request_and_remember_it() -> None:
     run(engine)
     view = engine.slot_views()[1]
     assert (view.is_processing, view.n_decoded, view.n_tokens, view.params) == (False, 3, 102, {"a": 1})
+
+
+@pytest.mark.parametrize("n_groups", [1, 2])
+def test_several_contexts_get_their_next_batches_before_anybody_is_told(n_groups: int) -> None:
+    """With one context a batch blocks this thread on a CPU: its predecessor's tokens are told first."""
+    engine, runner, _ = fake_engine(2, n_groups=n_groups)
+    told: list[tuple[str, int]] = []  # the last token that a client got, and the batches submitted by then
+
+    def deliver(pairs: list[tuple[int, Any]]) -> None:
+        told.extend((event.text, len(runner.batches)) for _, event in pairs if isinstance(event, Delta))
+
+    engine.deliver = deliver
+    engine.submit(ask([40, 41, 42], n_predict=4, stream=True))
+    run(engine)
+    late = n_groups - 1
+    assert told[:3] == [("+", 1 + late), (",", 2 + late), ("-", 3 + late)]
+    assert len(runner.batches) == 4
+
+
+def test_with_several_contexts_the_last_tokens_are_told_when_nothing_follows_them() -> None:
+    engine, _, events = fake_engine(2, n_groups=2)
+    engine.submit(ask([40, 41, 42], n_predict=1, stream=True))
+    while engine.step():
+        pass
+    assert isinstance(events[-1][1], Finished)
+    assert not engine.scheduler.outbox
