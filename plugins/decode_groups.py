@@ -22,6 +22,7 @@ from llamamg import (
     StepState,
     Unavailable,
     has_patch,
+    has_switch,
     hookimpl,
     n_stages,
     plugin,
@@ -30,6 +31,7 @@ from llamamg import (
 
 AUTO = "auto"
 PREFILL_SMS = "prefill-sms"  # native switch, option and route
+WAIT_ONCE = "wait-once"  # native switch: a group's host thread hands the next device its part while one computes
 MAX_SMS = 1024  # more than any device has
 N_LEFT_MIN = 16  # a sequence that ends sooner than this is not worth a move
 
@@ -171,8 +173,9 @@ class DecodeGroups:
 
     @hookimpl
     def native_switches(self) -> Mapping[str, int]:
-        """None while prompts may use all of a device: older libraries do that too."""
-        return {PREFILL_SMS: self.prefill_sms} if self.prefill_sms else {}
+        """What an older library lacks is asked of it only where it was asked for."""
+        switches = {WAIT_ONCE: 1} if has_switch(WAIT_ONCE) else {}
+        return {**switches, PREFILL_SMS: self.prefill_sms} if self.prefill_sms else switches
 
     @hookimpl
     def register_routes(self) -> list[Any]:

@@ -21,7 +21,7 @@ namespace {
 const char * const names[MG_TRACE_COUNT] = { "ubatch", "reused",  "rebuilt",   "spared",    "built",
                                              "kept",   "limited", "realloc",   "allocated", "inputs",
                                              "split",  "copied",  "submitted", "begin",     "end",
-                                             "tiled",  "eager",   "drained",   "fixup" };
+                                             "tiled",  "eager",   "drained",   "unwaited",  "fixup" };
 
 std::atomic<int64_t> counts[MG_TRACE_COUNT];
 

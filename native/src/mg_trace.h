@@ -29,8 +29,9 @@ enum mg_trace_what {
     MG_TRACE_END,        // device: its queue is past the split
     MG_TRACE_TILED,  // host: the tile of a product with experts is narrower than the ubatch; id: rows it is made for
     MG_TRACE_EAGER,  // host: a CUDA device is given a graph kernel by kernel, by record-rows; id: tokens of the ubatch
-    MG_TRACE_DRAINED,  // host: every device was waited for, as the graph to be reused may still have been read
-    MG_TRACE_FIXUP,    // host: the parts of a split product are added up as quick-fixup does; id: its tiles
+    MG_TRACE_DRAINED,   // host: every device was waited for, as the graph to be reused may still have been read
+    MG_TRACE_UNWAITED,  // host: an input is copied without another wait for its device, by wait-once
+    MG_TRACE_FIXUP,     // host: the parts of a split product are added up as quick-fixup does; id: its tiles
     MG_TRACE_COUNT
 };
 

@@ -326,9 +326,12 @@ def test_the_part_of_a_device_for_prompts_is_an_option_and_set_over_http(monkeyp
         assert config.plugins.options["decode-groups"]["prefill-sms"] == "96"
     with pytest.raises(OptionError, match="at least 0"):
         resolve.parse(["-m", "x", "--prefill-sms", "-1"], {}, table, discover())
-    assert DecodeGroups().native_switches() == {}  # an older library has no such switch
+    assert DecodeGroups().native_switches() == {"wait-once": 1}  # an older library may lack prefill-sms
     plugin = DecodeGroups(groups=2, prefill_slots=1, prefill_sms=96)
-    assert plugin.native_switches() == {"prefill-sms": 96}
+    assert plugin.native_switches() == {"wait-once": 1, "prefill-sms": 96}
+    with monkeypatch.context() as older:
+        older.setattr("llamamg_plugins.decode_groups.has_switch", lambda name: False)
+        assert DecodeGroups().native_switches() == {}
     turned: list[Any] = []
     monkeypatch.setattr(
         "llamamg_plugins.decode_groups.set_switch", lambda name, n: turned.append((name, n)) or n != 1000
@@ -349,6 +352,6 @@ def test_the_part_of_a_device_for_prompts_is_an_option_and_set_over_http(monkeyp
     assert turned == [("prefill-sms", 64)]
     answer = send("POST", json={"prefill_sms": 1000})  # what a library without the switch says
     assert "llamamg build" in answer.json()["error"]["message"]
-    assert plugin.native_switches() == {"prefill-sms": 64}
+    assert plugin.native_switches() == {"wait-once": 1, "prefill-sms": 64}
     assert send("POST", json={"prefill_sms": 0}).json() == {"prefill_sms": 0}
-    assert plugin.native_switches() == {}
+    assert plugin.native_switches() == {"wait-once": 1}
