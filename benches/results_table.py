@@ -1,8 +1,12 @@
-"""README's tables of results, made from benches/results alone: grids and native QSA of each machine's newest day."""
+"""README's tables of results, made from benches/results alone: grids and native QSA of each machine's newest day.
+
+Grids of one day that differ in their depths only are one table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ def results_table(root: Path | None = None) -> str:
     parts = []
     for results in machines(root).values():
         against = [found for found in results if _is_against_upstream(found)]
-        parts += [_grid(found) for found in newest_day(against, "grid")]
+        parts += [_grid(same) for same in _alike(newest_day(against, "grid"))]
         parts += [_depth(found) for found in newest_day(results, qsa_depth_table.BENCH)]
     return "\n\n".join(parts) or "Nothing is measured yet: `llamamg bench grid` measures on your machine."
 
@@ -28,15 +32,45 @@ def _is_against_upstream(found: Found) -> bool:
     return any(side["name"] == "upstream" for side in found.value.get("sides", []) if isinstance(side, dict))
 
 
-def _grid(found: Found) -> str:
-    record = found.value["record"]
-    where = f"{FOLDER}/{found.machine}/{found.run}"
+def _alike(grids: Sequence[Found]) -> list[list[Found]]:
+    """Grids whose tables can be one: the same sides of the same model, with the same flags but for the context."""
+    groups: dict[tuple[Any, ...], list[Found]] = {}
+    for found in grids:
+        record, sides = found.value["record"], found.value["sides"]
+        names = tuple(side["label"] for side in sides)
+        groups.setdefault((names, model_name(record.get("model") or {}), _flags(record), _peers(record)), []).append(
+            found
+        )
+    return list(groups.values())
+
+
+def _flags(record: Mapping[str, Any]) -> str:
+    return re.sub(r" -c \d+", "", " ".join(record["flags"]))  # made for the depths
+
+
+def _peers(record: Mapping[str, Any]) -> str:
+    value = record.get("software", {}).get("environment", {}).get("GGML_CUDA_P2P")
+    return f"GGML_CUDA_P2P={value} " if value else ""
+
+
+def _grid(same: Sequence[Found]) -> str:
+    """One table; a cell that was measured in several runs is the last one's."""
+    result = dict(same[-1].value)
+    names = {side["label"]: side["name"] for side in result["sides"]}
+    result["rows"] = []
+    for found in same:
+        labels = {side["name"]: side["label"] for side in found.value["sides"]}
+        rows = [{**row, "side": names[labels[row["side"]]]} for row in found.value["rows"]]
+        cells = {(row["n_sessions"], row["depth"]) for row in rows}
+        result["rows"] = [row for row in result["rows"] if (row["n_sessions"], row["depth"]) not in cells] + rows
+    record = result["record"]
+    where = [f"[{found.run}]({FOLDER}/{found.machine}/{found.run})" for found in same]
     lines = [
         f"**{machine_title(record['machine'])}**, {record['date'][:10]}, {model_name(record.get('model') or {})}, "
-        f"`{' '.join(record['flags'])}` ([everything about it]({where})):",
+        f"`{_peers(record)}{_flags(record)}` (everything about it: {', '.join(where)}):",
         "",
-        *cell_table(found.value),
-        *_verdicts(found.value),
+        *cell_table(result),
+        *_verdicts(result),
     ]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from llamamg_benches import grid_table, report, report_plots, retable
 from llamamg_benches.errors import BenchError
 from llamamg_benches.program import run_module
 from llamamg_benches.report_load import machines, newest
-from llamamg_benches.results_table import results_table
+from llamamg_benches.results_table import FOLDER, results_table
 
 from llamamg import readmedocs
 
@@ -234,6 +234,33 @@ def test_a_newer_grid_of_our_sides_alone_is_not_readmes(results: Path) -> None:
     assert results_table(results) == before
     put(results, "slow", "2026-01-10-grid", "grid.json", grid_result("2026-01-10T00:00:00", ratio=3.0))
     assert results_table(results) != before
+
+
+def test_grids_of_a_day_that_differ_in_depth_only_are_one_table_in_the_readme(tmp_path: Path) -> None:
+    """A cell is the last run's, sides are told apart by what readers see, and peer copies are another table."""
+    first, deep, again, peers = (grid_result(f"2026-01-02T0{hour}:00:00") for hour in range(1, 5))
+    for row in deep["rows"]:
+        row["depth"] *= 50
+    for side in deep["sides"]:
+        side["name"] = side["name"].replace("off", "other")
+    deep["rows"] = [{**row, "side": row["side"].replace("off", "other")} for row in deep["rows"]]
+    deep["record"]["flags"] = ["-np", "5", "-c", "99999"]
+    again["rows"] = [grid_row(side, 5000, 0, 7777.0, 8888.0) for side in ("off", "upstream")]
+    peers["record"]["software"]["environment"] = {"GGML_CUDA_P2P": "1"}
+    for run, result in (("a", first), ("b", deep), ("c", again), ("d", peers)):
+        put(tmp_path, "fast", run, "grid.json", result)
+    table, other = results_table(tmp_path).split("`GGML_CUDA_P2P=1 -np 5`")
+    assert [line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| 1 |")] == [
+        "5k",
+        "50k",
+        "250k",
+        "2500k",
+    ]
+    assert "| 1 | 5k | 7777 | 7777 | 8888 | 8888 |" in table
+    assert all(f"[{run}]({FOLDER}/fast/{run})" in table for run in "abc")
+    assert "-c 99999" not in table
+    assert "7777" not in other
+    assert "5k" in other
 
 
 def test_a_changed_result_makes_the_readme_stale(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
