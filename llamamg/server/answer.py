@@ -28,7 +28,12 @@ _ALPHABET = string.ascii_letters + string.digits
 
 def completion_id() -> str:
     """A fresh id as OpenAI clients expect it."""
-    return "chatcmpl-" + "".join(secrets.choice(_ALPHABET) for _ in range(32))
+    return "chatcmpl-" + random_id()
+
+
+def random_id() -> str:
+    """32 characters; what a tool call is known by."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(32))
 
 
 @dataclass(slots=True)

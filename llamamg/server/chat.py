@@ -8,18 +8,21 @@ from typing import Any
 
 from llamamg.server.chat_format import ChatFormat, Message
 from llamamg.server.errors import ApiError, bad_field, bad_request, not_supported
-from llamamg.server.fields import Body, boolean, expect, mapping, string, strings
+from llamamg.server.fields import Body, boolean, mapping, string, strings
+from llamamg.server.tool_choice import ends_in_thought, read_tools, tool_calls
+from llamamg.server.tool_format import ToolCalls
 
 TYPED_MEDIA = {"image_url": "image", "input_audio": "audio", "input_video": "video", "video_url": "video"}
 
 
 @dataclass(slots=True)
 class ChatPrompt:
-    """The text to continue, the fields that go with it, and where the text of the last user message begins in it (-1: unknown)."""
+    """The text to continue, and the fields that go with it."""
 
     text: str
     fields: dict[str, Any]
-    last_user: int
+    last_user: int  # where the text of the last user message begins in it; -1: unknown
+    tools: ToolCalls | None  # how calls in the answer are read; None: they are not
 
 
 def chat_prompt(
@@ -27,7 +30,7 @@ def chat_prompt(
 ) -> ChatPrompt:
     """Check a chat body and render it; `defaults` are the command line's template arguments. Raises ApiError."""
     messages = _messages(body)
-    tools = _tools(body)
+    tools = read_tools(body)
     fields = _completion_fields(body)
     add_prompt = boolean(body, "add_generation_prompt", True)
     continued = _continued(body)
@@ -46,7 +49,9 @@ def chat_prompt(
             raise bad_request("'messages' must hold more than the assistant message to continue.")
     kwargs = _template_arguments(body, defaults)
     text = _render(chat, messages, tools, add_prompt or continued, kwargs)
-    return ChatPrompt(text + prefill, fields, _last_user(chat, messages, tools, kwargs, text))
+    last_user = _last_user(chat, messages, tools, kwargs, text)
+    calls = tool_calls(body, tools, chat, fields, ends_in_thought(text, prefill))
+    return ChatPrompt(text + prefill, fields, last_user, calls)
 
 
 def _messages(body: Body) -> list[Message]:
@@ -98,25 +103,6 @@ def _check_calls(calls: Any) -> None:
 def _text(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
-def _tools(body: Body) -> list[Any]:
-    tools: list[Any] = [] if body.get("tools") is None else expect("tools", body["tools"], list, "array")
-    for tool in tools:
-        if type(tool) is not dict or type(tool.get("function")) is not dict:
-            raise bad_field("tools", "every element must be an object with a 'function'")
-    choice = body.get("tool_choice")
-    if choice is not None and type(choice) not in (str, dict):
-        raise bad_field("tool_choice", 'must be "auto", "none" or "required"')
-    if type(choice) is str and choice not in ("auto", "none", "required"):
-        raise bad_field("tool_choice", f'must be "auto", "none" or "required", but is "{choice}"')
-    if tools and choice == "required":
-        raise not_supported(
-            'tool_choice "required" needs tool-call parsing, which is not supported; use "auto" or "none"'
-        )
-    if tools and choice != "none" and body.get("grammar") is not None:
-        raise bad_request("Cannot use custom grammar constraints with tools.")
-    return [] if choice == "none" else list(tools)
 
 
 def _continued(body: Body) -> bool:

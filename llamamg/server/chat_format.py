@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llamamg.server.tool_format import Syntax, find_syntax
+
 Message = dict[str, Any]
 _PROBE = "<probe-7f3a>"  # a text no template has by itself
 
@@ -23,6 +25,7 @@ class ChatFormat:
         self._with_prompt = llama_chat_format.Jinja2ChatFormatter(self.source, eos, bos, add_generation_prompt=True)
         self._without_prompt = llama_chat_format.Jinja2ChatFormatter(self.source, eos, bos, add_generation_prompt=False)
         self.caps: dict[str, bool] = self._probe()
+        self.tool_syntax: Syntax | None = find_syntax(lambda messages, tools: self.render(messages, tools, False))
 
     def render(
         self,

@@ -17,7 +17,8 @@ def sse(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _timings(timings: Timings | None) -> bytes:
+def timings_member(timings: Timings | None) -> bytes:
+    """`timings` behind other members; nothing where there are none."""
     return b"" if timings is None else b',"timings":' + orjson.dumps(timings.json())
 
 
@@ -28,7 +29,7 @@ def _prompt_progress(event: Progress) -> bytes:
         "processed": event.processed,
         "time_ms": int(event.time_ms),
     }
-    return b',"prompt_progress":' + orjson.dumps(progress) + _timings(event.timings)
+    return b',"prompt_progress":' + orjson.dumps(progress) + timings_member(event.timings)
 
 
 _NATIVE_CHUNK = (
@@ -44,7 +45,7 @@ class Native(Dialect):
         """A chunk with its text and tokens."""
         if not event.text and not event.tokens:
             return b""
-        extra = _timings(event.timings)
+        extra = timings_member(event.timings)
         if event.probs:
             probs = self.texts.probs(event.probs, part.sampling.post_sampling_probs)
             extra += b',"completion_probabilities":' + probs
@@ -151,7 +152,7 @@ class OpenAiText(OpenAi):
             part.index,
             logprobs,
         )
-        return self.event(choice, _timings(event.timings))
+        return self.event(choice, timings_member(event.timings))
 
     def progress(self, part: Part, event: Progress) -> bytes:
         """A chunk without text."""
@@ -164,7 +165,7 @@ class OpenAiText(OpenAi):
             part.index,
             finish_reason(event).encode(),
         )
-        extra = b',"usage":' + orjson.dumps(usage([part])) + _timings(event.timings) + self.verbose(part, event)
+        extra = b',"usage":' + orjson.dumps(usage([part])) + timings_member(event.timings) + self.verbose(part, event)
         return self.tail(part, event) + self.event(choice, extra)
 
     def end(self, parts: Sequence[Part]) -> bytes:
@@ -201,7 +202,7 @@ class OpenAiChat(OpenAi):
                 orjson.dumps(event.text),
                 logprobs,
             )
-            return role + self.event(choice, _timings(event.timings))
+            return role + self.event(choice, timings_member(event.timings))
         if not event.text:
             return role
         return role + part.head + orjson.dumps(event.text) + b"}}" + self._close_plain
@@ -219,16 +220,20 @@ class OpenAiChat(OpenAi):
         before = self.tail(part, event)
         if not part.role_sent:
             before = self._role(part)
-        choice = b'{"finish_reason":"%b","index":%d,"delta":{}}' % (finish_reason(event).encode(), part.index)
-        extra = b"" if self.prepared.include_usage else _timings(event.timings)
+        choice = b'{"finish_reason":"%b","index":%d,"delta":{}}' % (self.reason(part, event).encode(), part.index)
+        extra = b"" if self.prepared.include_usage else timings_member(event.timings)
         return before + self.event(choice, extra + self.verbose(part, event))
+
+    def reason(self, part: Part, event: Finished) -> str:
+        """Why a streamed generation ended."""
+        return finish_reason(event)
 
     def end(self, parts: Sequence[Part]) -> bytes:
         """The usage chunk if asked for, and [DONE]."""
         if not self.prepared.include_usage:
             return DONE
         final = parts[-1].finished
-        extra = b',"usage":' + orjson.dumps(usage(parts)) + _timings(final.timings if final else None)
+        extra = b',"usage":' + orjson.dumps(usage(parts)) + timings_member(final.timings if final else None)
         return self.event(b"", extra) + DONE
 
     def choice(self, part: Part, event: Finished, logprobs: Any) -> dict[str, Any]:

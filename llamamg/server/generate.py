@@ -12,6 +12,7 @@ from llamamg.server.exchange import Exchange, parts_of
 from llamamg.server.http import Call
 from llamamg.server.prepare import Kind
 from llamamg.server.service import Service
+from llamamg.server.tool_dialect import OpenAiToolChat
 from llamamg.server.writer import Writer
 
 # The sampler takes in the whole prompt when a request is submitted: a long one must not hold up the event loop.
@@ -27,7 +28,8 @@ async def post(service: Service, call: Call, kind: Kind) -> None:
         await call.answer(prepared.answer)
         return
     engine = service.ready()
-    dialect = DIALECTS[kind](
+    dialect_type = DIALECTS[kind] if prepared.tools is None else OpenAiToolChat
+    dialect = dialect_type(
         prepared, service.model_name, service.fingerprint, service.texts, service.speculative_types()
     )
     writer = Writer(call.send, lambda: exchange.abandon())

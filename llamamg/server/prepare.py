@@ -16,11 +16,12 @@ import orjson
 from llamamg.config import GenerationConfig
 from llamamg.request import SamplingParams, Tokens
 from llamamg.server import fields as f
-from llamamg.server.chat import chat_prompt
+from llamamg.server.chat import ChatPrompt, chat_prompt
 from llamamg.server.chat_format import ChatFormat
 from llamamg.server.contract import VocabularyLike
 from llamamg.server.errors import bad_field, bad_request, context_exceeded, not_supported
 from llamamg.server.sampling import read_sampling
+from llamamg.server.tool_format import ToolCalls
 
 Kind = Literal["completion", "oai_completion", "chat", "tokenize", "detokenize", "apply_template"]
 
@@ -65,6 +66,7 @@ class Prepared:
     response_fields: tuple[str, ...] = ()
     ping_interval_s: float = 30.0
     answer: bytes = b""
+    tools: ToolCalls | None = None  # how a chat's tool calls are read; None: they are not
 
 
 def prepare(kind: Kind, body: bytes | bytearray, context: PrepareContext) -> Prepared:
@@ -75,16 +77,18 @@ def prepare(kind: Kind, body: bytes | bytearray, context: PrepareContext) -> Pre
     if kind == "detokenize":
         return Prepared(kind, answer=_detokenize(data, context.vocab))
     if kind == "apply_template":
-        return Prepared(kind, answer=orjson.dumps({"prompt": _chat(data, context)[0]}))
+        return Prepared(kind, answer=orjson.dumps({"prompt": _chat(data, context).text}))
     if kind == "chat":
-        text, data, last_user = _chat(data, context)
-        prompts = [_chat_tokens(text, last_user, context.vocab, shown=f.boolean(data, "verbose", False))]
-    else:
-        if kind == "oai_completion":
-            _check_oai_completion(data)
-        shown = kind == "completion" or f.boolean(data, "verbose", False)
-        prompts = _prompts(data.get("prompt"), context.vocab, shown)
-    return _completion(kind, data, prompts, context)
+        chat = _chat(data, context)
+        shown = f.boolean(data, "verbose", False)
+        prompts = [_chat_tokens(chat.text, chat.last_user, context.vocab, shown)]
+        prepared = _completion(kind, chat.fields, prompts, context)
+        prepared.tools = chat.tools
+        return prepared
+    if kind == "oai_completion":
+        _check_oai_completion(data)
+    shown = kind == "completion" or f.boolean(data, "verbose", False)
+    return _completion(kind, data, _prompts(data.get("prompt"), context.vocab, shown), context)
 
 
 def parse(body: bytes | bytearray) -> dict[str, Any]:
@@ -203,17 +207,16 @@ def mixed_tokens(name: str, value: Any, vocab: VocabularyLike, add_special: bool
     return np.concatenate(parts)
 
 
-def _chat(data: Mapping[str, Any], context: PrepareContext) -> tuple[str, dict[str, Any], int]:
+def _chat(data: Mapping[str, Any], context: PrepareContext) -> ChatPrompt:
     generation = context.generation
     if data.get("tools") and not generation.jinja:
         raise bad_request("tools param requires --jinja flag")
     chat = chat_prompt(data, context.chat, generation.chat_template_kwargs, generation.prefill_assistant)
-    text, last_user = chat.text, chat.last_user
     bos = context.vocab.bos_piece
-    if context.vocab.add_bos and bos and text.startswith(bos):
+    if context.vocab.add_bos and bos and chat.text.startswith(bos):
         # The tokenizer adds it again.
-        text, last_user = text[len(bos) :], last_user - len(bos)
-    return text, chat.fields, last_user
+        chat.text, chat.last_user = chat.text[len(bos) :], chat.last_user - len(bos)
+    return chat
 
 
 def _chat_tokens(text: str, last_user: int, vocab: VocabularyLike, shown: bool) -> Prompt:

@@ -65,6 +65,7 @@ class FakeChat:
     """The template above in Python, so that most tests need no native library."""
 
     source = TEMPLATE
+    tool_syntax: str | None = None
     caps = dict.fromkeys(
         (
             "supports_object_arguments",
