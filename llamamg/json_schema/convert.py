@@ -45,27 +45,31 @@ class SchemaError(ValueError):
 
 def schema_to_grammar(schema: Any) -> str:
     """GBNF of `schema`. Raises SchemaError, and RecursionError if it is nested too deeply."""
-    converter = _Converter(schema)
-    root = converter.rules.reserve("root")
+    rules = Rules()
+    root = rules.reserve("root")
+    rules.set(root, schema_expression(schema, schema, rules, root))
+    return rules.text()
+
+
+def schema_expression(schema: Any, document: Any, rules: Rules, name: str) -> str:
+    """What `schema` allows, as one item of a grammar of `rules`; references lead into `document`. Raises like the above."""
     try:
-        converter.rules.set(root, converter.expression(schema, "root"))
+        return _Converter(document, rules).expression(schema, name)
     except SchemaError:
         raise
     except (TypeError, AttributeError, ValueError, OverflowError) as error:  # a pattern's, or a value deep inside
         raise SchemaError(str(error)) from None
-    return converter.rules.text()
 
 
 class _Converter:
-    def __init__(self, document: Any) -> None:
-        self.rules = Rules()
+    def __init__(self, document: Any, rules: Rules) -> None:
+        self.rules = rules
         self._document = document
         self._by_ref: dict[str, str] = {}
-        self._n_parts = 0
 
     def _take(self, n: int = 1) -> None:
-        self._n_parts += n
-        if self._n_parts > N_PARTS_MAX:
+        self.rules.n_parts += n
+        if self.rules.n_parts > N_PARTS_MAX:
             raise SchemaError(f"written out it has more than {N_PARTS_MAX} parts: leave some of them out")
 
     def expression(self, schema: Any, name: str) -> str:

@@ -33,6 +33,7 @@ class Rules:
     """Named rules; `root` is where a grammar begins. The shared ones are added when something names them."""
 
     def __init__(self) -> None:
+        self.n_parts = 0  # of schemas that were written out in them
         self._rules: dict[str, str] = {}
         self._n_like: dict[str, int] = {}  # by what names begin with: how many were looked at
 

@@ -9,7 +9,7 @@ from typing import Any
 from llamamg.server.chat_format import ChatFormat, Message
 from llamamg.server.errors import ApiError, bad_field, bad_request, not_supported
 from llamamg.server.fields import Body, boolean, mapping, string, strings
-from llamamg.server.tool_choice import ends_in_thought, read_tools, tool_calls
+from llamamg.server.tool_choice import read_tools, tool_calls
 from llamamg.server.tool_format import ToolCalls
 
 TYPED_MEDIA = {"image_url": "image", "input_audio": "audio", "input_video": "video", "video_url": "video"}
@@ -50,7 +50,7 @@ def chat_prompt(
     kwargs = _template_arguments(body, defaults)
     text = _render(chat, messages, tools, add_prompt or continued, kwargs)
     last_user = _last_user(chat, messages, tools, kwargs, text)
-    calls = tool_calls(body, tools, chat, fields, ends_in_thought(text, prefill))
+    calls = tool_calls(body, tools, chat, fields, text, prefill)
     return ChatPrompt(text + prefill, fields, last_user, calls)
 
 

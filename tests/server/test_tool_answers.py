@@ -333,3 +333,47 @@ def json_context() -> PrepareContext:
 
 def tagged_context() -> PrepareContext:
     return tool_context("tagged")
+
+
+def test_required_call_is_forced_by_a_grammar(server: Running, syntax: str) -> None:
+    server.engine.script = tell(CALL[syntax]("weather", {"city": "Rome"}))
+    body = {**BODY, "tool_choice": "required"}
+    assert plain(whole(server, body))[1] == "tool_calls"
+    grammar = server.engine.requests[-1].sampling.grammar
+    assert "<tool_call>" in grammar
+    assert "weather" in grammar
+    whole(server, {**body, "parallel_tool_calls": False})
+    assert server.engine.requests[-1].sampling.grammar != grammar
+    whole(server, BODY)
+    assert server.engine.requests[-1].sampling.grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ({"response_format": {"type": "json_object"}}, "JSON schema"),
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "'f'"),
+        ({"preserved_tokens": "x"}, "preserved_tokens"),
+    ],
+)
+def test_what_cannot_be_required(server: Running, more: dict[str, Any], part: str) -> None:
+    response = server.post(PATH, {**BODY, "tool_choice": "required", **more})
+    assert response.status_code == 400
+    assert part in response.json()["error"]["message"]
+
+
+def test_unknown_syntax_says_so_and_shows_the_text() -> None:
+    with running(FakeEngine()) as server:
+        server.engine.script = tell(json_call("weather", {}))
+        assert plain(whole(server, {**BODY, "messages": BODY["messages"]}))[1] == "stop"
+        response = server.post(PATH, {**BODY, "tool_choice": "required"})
+        assert response.status_code == 501
+        assert "this chat template" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("chat", [ToolChat, ThinkingChat])
+def test_thought_may_come_before_a_required_call(syntax: str, chat: type[ToolChat]) -> None:
+    context = tool_context(syntax, chat)
+    prepared = prepare("chat", json.dumps({**BODY, "tool_choice": "required"}).encode(), context)
+    assert ("</think>" in prepared.sampling.grammar) == (chat is ThinkingChat)

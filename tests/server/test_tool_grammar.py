@@ -1,0 +1,186 @@
+"""`required`: what llama.cpp's own grammar lets through is a call that the parser reads, and nothing else is let through."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tool_texts import TOOLS, json_call, tagged_call
+
+from llamamg.json_schema.convert import N_PARTS_MAX
+from llamamg.library import Library
+from llamamg.server.errors import ApiError
+from llamamg.server.tool_format import Syntax, ToolCalls, functions_of
+from llamamg.server.tool_grammar import tool_grammar
+from llamamg.server.tool_parser import parse_answer
+from llamamg.vocab import Vocabulary
+
+Allows = Callable[[str, str], bool]
+CALL = {"json": json_call, "tagged": tagged_call}
+SYNTAXES: tuple[Syntax, ...] = ("json", "tagged")
+NODE = {
+    "type": "object",
+    "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+    "required": ["of"],
+}
+MORE: list[dict[str, Any]] = [
+    {"function": {"name": "bare"}},
+    {"function": {"name": "none", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
+    {
+        "function": {
+            "name": "tree",
+            "parameters": {
+                "$defs": {"node": NODE},
+                "properties": {"root": {"$ref": "#/$defs/node"}},
+                "required": ["root"],
+            },
+        }
+    },
+    {
+        "function": {
+            "name": "pick",
+            "parameters": {
+                "type": "object",
+                "properties": {"unit": {"enum": ["C", "F"]}, "deep": {"type": "boolean"}},
+                "required": ["unit", "why"],
+            },
+        }
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def allows(library: Library, micro_model: Path) -> Iterator[Allows]:
+    """Whether a text may be a whole answer under a grammar."""
+    llama, vocab = library.llama, Vocabulary.open(micro_model)
+
+    def passes(grammar: Any, token: int) -> bool:
+        one = (llama.llama_token_data * 1)(llama.llama_token_data(id=token, logit=0.0, p=0.0))
+        array = llama.llama_token_data_array(data=one, size=1, selected=-1, sorted=False)
+        llama.llama_sampler_apply(grammar, ctypes.byref(array))
+        return bool(one[0].logit > float("-inf"))
+
+    def allowed(text: str, answer: str) -> bool:
+        grammar = llama.llama_sampler_init_grammar(vocab.handle, text.encode(), b"root")
+        assert grammar, f"llama.cpp cannot read {text}"
+        try:
+            for token in vocab.tokenize(answer, False, False):
+                if not passes(grammar, int(token)):
+                    return False
+                llama.llama_sampler_accept(grammar, int(token))
+            return passes(grammar, vocab.eos)
+        finally:
+            llama.llama_sampler_free(grammar)
+
+    yield allowed
+    vocab.close()
+
+
+def calls_of(syntax: Syntax, **more: Any) -> ToolCalls:
+    return ToolCalls(syntax, functions_of([*TOOLS, *MORE]), **more)
+
+
+def grammar_of(syntax: Syntax, can_think: bool = False, **more: Any) -> str:
+    return tool_grammar([*TOOLS, *MORE], calls_of(syntax, **more), can_think)
+
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"city": "Paris"}),
+    ("weather", {"city": "a <b> </param\n\n</p> {\"'}", "days": -3}),
+    ("weather", {"city": ""}),
+    ("write", {}),
+    ("write", {"path": "a", "text": "<tool_call>", "mode": 1, "tags": ["x", "y"], "any": {"a": [None]}}),
+    ("write", {"tags": []}),
+    ("none", {}),
+    ("tree", {"root": {"of": [{"of": []}]}}),
+    ("pick", {"unit": "F", "deep": True, "why": 1}),
+    ("bare", {"whatever": "text"}),
+]
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("nobody", {}),
+    ("weather", {}),
+    ("weather", {"city": "Paris", "days": "soon"}),
+    ("weather", {"city": "Paris", "other": 1}),
+    ("write", {"tags": [1]}),
+    ("none", {"a": "b"}),
+    ("tree", {"root": {}}),
+    ("pick", {"unit": "K", "why": 1}),
+    ("pick", {"unit": "C"}),
+]
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_calls_that_fit_are_let_through_and_read(allows: Allows, syntax: Syntax) -> None:
+    grammar, calls = grammar_of(syntax), calls_of(syntax)
+    for name, arguments in GOOD:
+        text = CALL[syntax](name, arguments)
+        assert allows(grammar, text), text
+        answer = parse_answer(calls, text)
+        assert answer.content == ""
+        assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [(name, arguments)]
+    for name, arguments in BAD:
+        assert not allows(grammar, CALL[syntax](name, arguments)), (name, arguments)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_there_is_a_call_and_nothing_else(allows: Allows, syntax: Syntax) -> None:
+    call = CALL[syntax]("weather", {"city": "Paris"})
+    grammar, single = grammar_of(syntax), grammar_of(syntax, parallel=False)
+    assert allows(grammar, f"{call}\n{call}\n{call}")
+    assert allows(single, call)
+    assert not allows(single, f"{call}\n{call}")
+    for text in ("", "Hello", "Hello" + call, call + "Hello", call[:-1], f"<think>\n</think>\n{call}"):
+        assert not allows(grammar, text), text
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_thought_comes_first_where_there_may_be_one(allows: Allows, syntax: Syntax) -> None:
+    call = CALL[syntax]("weather", {"city": "Paris"})
+    thought = f"\nIf {call} < then </thin\n</think>"
+    free, opened = grammar_of(syntax, True), grammar_of(syntax, in_thought=True)
+    assert allows(free, call)
+    assert allows(free, f"<think>{thought}\n\n{call}")
+    assert allows(opened, f"{thought}\n\n{call}")
+    assert allows(opened, f"</think>{call}")
+    assert not allows(opened, call)
+    assert not allows(free, f"<think>{thought}")
+    assert not allows(free, f"<think>{thought}\n\n{call}\n<think></think>")
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        ({"type": "string"}, "must be one of type object"),
+        ([1], "must be one of type object"),
+        ({"properties": {"a": {"type": "colour"}}}, "there is no type 'colour'"),
+        ({"properties": {"a": {"$ref": "#/missing"}}}, "leads nowhere"),
+        ({"properties": {"a": 1}}, "not a schema"),
+        ({"required": [1]}, "required must name"),
+        ({"properties": {"a": {"enum": [1] * N_PARTS_MAX}}}, f"more than {N_PARTS_MAX} parts"),
+    ],
+)
+def test_schema_without_a_grammar_is_an_error_that_names_the_tool(syntax: Syntax, parameters: Any, part: str) -> None:
+    tools = [{"function": {"name": "odd", "parameters": parameters}}]
+    with pytest.raises(ApiError, match=f"the parameters of 'odd' cannot be turned.*{part}") as caught:
+        tool_grammar(tools, ToolCalls(syntax, functions_of(tools)), False)
+    assert caught.value.code == 400
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_all_tools_together_have_a_limit(syntax: Syntax) -> None:
+    schema = {"properties": {"a": {"enum": list(range(N_PARTS_MAX // 20))}}}
+    tools = [{"function": {"name": f"f{i}", "parameters": schema}} for i in range(12)]
+    tool_grammar(tools[:2], ToolCalls(syntax, functions_of(tools)), False)
+    with pytest.raises(ApiError, match=f"more than {N_PARTS_MAX} parts"):
+        tool_grammar(tools, ToolCalls(syntax, functions_of(tools)), False)
+
+
+def test_tool_without_a_name_cannot_be_required() -> None:
+    tools: list[Any] = [{"function": {}}]
+    with pytest.raises(ApiError, match="needs a name"):
+        tool_grammar(tools, ToolCalls("json", functions_of(tools)), False)
