@@ -89,5 +89,9 @@ class ChatFormat:
 def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            name = function.get("name")
+            raise ValueError(f"the arguments of the call of {name!r} are not JSON, leave it out: {error}") from None
     return {**call, "function": function}

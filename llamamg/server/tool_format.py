@@ -12,6 +12,7 @@ Syntax = Literal["json", "tagged"]
 ParameterKind = Literal["text", "json", "either"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION = "<function="
 THINK, THOUGHT = "<think>", "</think>"
 NAME, KEY, VALUE = "probe_name_7f3a", "probe_key_7f3a", "probe_value_7f3a"
 

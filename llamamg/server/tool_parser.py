@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from llamamg.server.tool_body import SPACE, Arguments, Begin, Body, End, State, held, proper_prefixes
-from llamamg.server.tool_format import CLOSE, OPEN, THINK, THOUGHT, ToolCalls
+from llamamg.server.tool_format import CLOSE, FUNCTION, OPEN, THINK, THOUGHT, ToolCalls
 from llamamg.server.tool_json import JsonBody
 from llamamg.server.tool_tags import TaggedBody
 
@@ -32,8 +32,7 @@ class Broken:
 
 Event = Text | Begin | Arguments | End | Broken
 _BODIES: dict[str, type[Body]] = {"json": JsonBody, "tagged": TaggedBody}
-_TAGS = re.compile(f"{OPEN}|{THINK}")
-_TAG_PREFIXES = proper_prefixes(OPEN, THINK)
+_TAGS = {"json": (OPEN, THINK), "tagged": (OPEN, THINK, FUNCTION)}  # models forget to open calls in tags
 _THOUGHT_PREFIXES = proper_prefixes(THOUGHT)
 
 
@@ -42,11 +41,14 @@ class ToolParser:
 
     def __init__(self, tools: ToolCalls) -> None:
         self._tools = tools
+        self._tags = re.compile("|".join(_TAGS[tools.syntax]))
+        self._tag_prefixes = proper_prefixes(*_TAGS[tools.syntax])
         self._rest = ""  # not decided yet
         self._space = ""  # content if more of it follows, else nothing
         self._is_thinking = tools.in_thought
         self._has_text = False
         self._body: Body | None = None
+        self._opened_by = ""  # the tag before it
         self._after_call = False  # its end tag may follow, and space is not content
         self._n_calls = 0
 
@@ -88,18 +90,21 @@ class ToolParser:
                 return self._say_all_but(held(self._rest, *_THOUGHT_PREFIXES), out)
             self._is_thinking = False
             return self._say_first(end + len(THOUGHT), out)
-        found = _TAGS.search(self._rest)
+        found = self._tags.search(self._rest)
         if not found:
-            return self._say_all_but(held(self._rest, *_TAG_PREFIXES), out)
+            return self._say_all_but(held(self._rest, *self._tag_prefixes), out)
         self._say_first(found.start(), out)
-        if found[0] == THINK:
-            # In the middle of a line it is spoken of, not opened.
-            self._is_thinking = not self._has_text or "\n" in self._space
-        elif self._tools.parallel or not self._n_calls:
-            self._rest = self._rest[len(OPEN) :]
+        tag = found[0]
+        # In the middle of a line they are spoken of.
+        is_meant = tag == OPEN or not self._has_text or "\n" in self._space
+        if tag == THINK:
+            self._is_thinking = is_meant
+        elif is_meant and (self._tools.parallel or not self._n_calls):
+            self._opened_by = OPEN if tag == OPEN else ""
+            self._rest = self._rest[len(self._opened_by) :]
             self._body = _BODIES[self._tools.syntax](self._tools)
             return True
-        return self._say_first(len(found[0]), out)
+        return self._say_first(len(tag), out)
 
     def _in_call(self, body: Body, out: list[Event]) -> bool:
         text, self._rest = self._rest, ""
@@ -117,11 +122,11 @@ class ToolParser:
     def _break(self, body: Body, out: list[Event]) -> None:
         self._body = None
         if body.has_begun:
-            out.append(Broken(self._space + OPEN + body.raw, body.unsent))
+            out.append(Broken(self._space + self._opened_by + body.raw, body.unsent))
             self._space, self._has_text, self._rest = "", True, body.rest
         else:
-            self._say(OPEN, out)
-            self._rest = body.raw + body.rest
+            self._rest = self._opened_by + body.raw + body.rest
+            self._say_first(len(self._opened_by or FUNCTION), out)
 
     def _say_first(self, n: int, out: list[Event]) -> bool:
         text, self._rest = self._rest[:n], self._rest[n:]

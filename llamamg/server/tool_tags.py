@@ -16,9 +16,9 @@ from llamamg.server.tool_body import (
     loaded,
     proper_prefixes,
 )
-from llamamg.server.tool_format import ParameterKind, ToolCalls
+from llamamg.server.tool_format import FUNCTION, ParameterKind, ToolCalls
 
-_FUNCTION, _PARAMETER, _END_FUNCTION = "<function=", "<parameter=", "</function>"
+_PARAMETER, _END_FUNCTION = "<parameter=", "</function>"
 _NAMED = re.compile(r"<(?:function|parameter)=([^>\n]+)>")
 _N_NAME_MAX = 1000
 _END_VALUE = re.compile(r"\n?</parameter>")
@@ -46,8 +46,8 @@ class TaggedBody(Body):
 
     def _between(self, out: list[BodyEvent]) -> bool:
         """Read a tag outside of values; False: there is none yet, or it is over."""
-        tag = self._pending.lstrip(SPACE)
-        wanted = (_PARAMETER, _END_FUNCTION) if self.has_begun else (_FUNCTION,)
+        tag = self._pending = self._pending.lstrip(SPACE)
+        wanted = (_PARAMETER, _END_FUNCTION) if self.has_begun else (FUNCTION,)
         if any(one.startswith(tag) for one in wanted):
             if tag != _END_FUNCTION:
                 return False

@@ -42,6 +42,12 @@ def test_arguments_become_objects_for_templates_that_iterate_them() -> None:
     assert ChatFormat(RICH, "", "").render(messages) == "<assistant>f(city)"
 
 
+def test_arguments_that_are_no_json_are_an_error_that_says_whose() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
+    with pytest.raises(ValueError, match="call of 'f' are not JSON"):
+        ChatFormat(RICH, "", "").render([{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
 def test_a_message_that_only_calls_has_no_text() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     strict = "{% for m in messages %}{{ '[' + m['role'] + ':' + m['content'] + ']' }}{% endfor %}"

@@ -150,6 +150,18 @@ def test_tags_without_parameters(text: str) -> None:
     assert parse_answer(tools_of("tagged"), text).calls[0].arguments == "{}"
 
 
+def test_tags_that_are_not_opened() -> None:
+    tools, text = (
+        tools_of("tagged"),
+        "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+    )
+    assert said(parse_answer(tools, text)) == ("", [("weather", PARIS)])
+    assert said(parse_answer(tools, "Well:\n" + text + "\n" + text)) == ("Well:", [("weather", PARIS)] * 2)
+    for spoken in ("Well: " + text, "<function=nobody>\n</function>", "\n<function=", "a\n<function=wea"):
+        assert said(parse_answer(tools, spoken)) == (spoken, [])
+    assert said(parse_answer(tools_of("json"), text)) == (text, [])
+
+
 BROKEN = {
     "json": [
         '<tool_call>\n{"name": "nobody", "arguments": {"a": 1}}\n</tool_call>',
@@ -183,6 +195,7 @@ BROKEN = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</tool_call>",
         "<tool_call>\n<function=weather>\n<parameter=" + "x" * 2000 + ">\n</parameter>\n</function>",
         "<tool_call>\n<function=wea",
+        "<function=weather>\n<parameter=city>\nParis\n</parameter>\noops</function>\n</tool_call>",
         '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
     ],
 }  # fmt: skip
