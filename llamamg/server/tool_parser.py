@@ -46,7 +46,8 @@ class ToolParser:
         self._rest = ""  # not decided yet
         self._space = ""  # content if more of it follows, else nothing
         self._is_thinking = tools.in_thought
-        self._has_text = False
+        self._has_text = False  # since the last call
+        self._has_content = False
         self._body: Body | None = None
         self._opened_by = ""  # the tag before it
         self._after_call = False  # its end tag may follow, and space is not content
@@ -68,9 +69,8 @@ class ToolParser:
         if not (self._after_call and CLOSE.startswith(self._rest)):
             self._say(self._rest, out)
         self._rest = ""
-        if self._space:
+        if self._space and (self._has_text or not self._n_calls):
             out.append(Text(self._space))
-            self._space = ""
         return out
 
     def _step(self, out: list[Event]) -> bool:
@@ -114,7 +114,9 @@ class ToolParser:
         if body.state is State.BROKEN:
             self._break(body, out)
         else:
-            self._body, self._rest, self._space = None, body.rest, ""
+            self._body, self._rest = None, body.rest
+            if not self._has_content:
+                self._space = ""
             self._n_calls += 1
             self._has_text, self._after_call = False, True
         return True
@@ -123,7 +125,8 @@ class ToolParser:
         self._body = None
         if body.has_begun:
             out.append(Broken(self._space + self._opened_by + body.raw, body.unsent))
-            self._space, self._has_text, self._rest = "", True, body.rest
+            self._space, self._rest = "", body.rest
+            self._has_text = self._has_content = True
         else:
             self._rest = self._opened_by + body.raw + body.rest
             self._say_first(len(self._opened_by or FUNCTION), out)
@@ -138,13 +141,13 @@ class ToolParser:
         return False
 
     def _say(self, text: str, out: list[Event]) -> None:
-        """Content; space at its end waits for what follows, and space behind a call is dropped."""
+        """Content; space at its end waits for more of it, and space behind a call is dropped."""
         if not self._has_text and self._n_calls:
             text = text.lstrip(SPACE)
         solid = text.rstrip(SPACE)
         if solid:
             out.append(Text(self._space + solid))
-            self._has_text = True
+            self._has_text = self._has_content = True
             self._space = text[len(solid) :]
         else:
             self._space += text

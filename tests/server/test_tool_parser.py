@@ -64,7 +64,7 @@ def test_calls_among_text(syntax: Syntax) -> None:
     )
     two = "A " + call("weather", PARIS) + "\n" + call("write", {"path": "a.py", "mode": 3}) + "\n\nDone. \n"
     assert said(parse_answer(tools, two)) == (
-        "ADone. \n",
+        "A Done. \n",
         [("weather", PARIS), ("write", {"path": "a.py", "mode": 3})],
     )
     assert said(parse_answer(tools, call("weather", {}))) == ("", [("weather", {})])
