@@ -29,7 +29,7 @@ def tool_grammar(tools: list[Any], calls: ToolCalls, can_think: bool) -> str:
     for tool in tools:
         function = tool["function"]
         name = function.get("name")
-        if name not in calls.functions:
+        if type(name) is not str or name not in calls.functions:
             raise bad_field("tools", 'every function needs a name when tool_choice is "required"')
         try:
             build = builder.json_call if calls.syntax == "json" else builder.tagged_call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,62 @@ def test_all_tools_together_have_a_limit(syntax: Syntax) -> None:
         tool_grammar(tools, ToolCalls(syntax, functions_of(tools)), False)
 
 
-def test_tool_without_a_name_cannot_be_required() -> None:
-    tools: list[Any] = [{"function": {}}]
+@pytest.mark.parametrize("name", [None, "", 3, ["f"], {}])
+def test_tool_without_a_name_cannot_be_required(name: Any) -> None:
+    tools: list[Any] = [{"function": {"name": name}}]
     with pytest.raises(ApiError, match="needs a name"):
         tool_grammar(tools, ToolCalls("json", functions_of(tools)), False)
+
+
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1.5,
+    "",
+    "x",
+    "object",
+    [],
+    ["a"],
+    [[]],
+    {},
+    {"a": 1},
+    {"type": []},
+    {"$ref": 3},
+    {"$ref": "#"},
+]
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("seed", range(100))
+def test_any_schema_is_a_grammar_or_an_error_of_the_client(syntax: Syntax, seed: int) -> None:
+    rng = random.Random(seed)
+    keys = (
+        "type",
+        "properties",
+        "required",
+        "$ref",
+        "anyOf",
+        "allOf",
+        "enum",
+        "const",
+        "items",
+        "additionalProperties",
+    )
+
+    def schema(n_deep: int) -> Any:
+        if n_deep > 2 or rng.random() < 0.3:
+            return rng.choice(ODD)
+        if rng.random() < 0.5:
+            return {"type": "object", "properties": {f"p{i}": schema(n_deep + 1) for i in range(3)}}
+        return {key: rng.choice([schema(n_deep + 1), [schema(n_deep + 1)]]) for key in rng.sample(keys, 2)}
+
+    tools = [{"function": {"name": f"f{i}", "parameters": schema(0)}} for i in range(3)]
+    refused: list[int] = []
+    for tool in tools:
+        try:
+            assert "root ::=" in tool_grammar([tool], ToolCalls(syntax, functions_of(tools)), False)
+        except ApiError as error:
+            refused.append(error.code)
+    assert set(refused) <= {400}
