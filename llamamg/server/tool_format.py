@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(rf"{OPEN}((?:(?!{OPEN}).)*?){CLOSE}", re.DOTALL)
 _TAGGED = re.compile(
     rf"\s*<function={NAME}>\s*<parameter={KEY}>\s*{VALUE}\s*</parameter>\s*</function>\s*\Z",
 )
-_N_DEEP_MAX = 8  # references and alternatives followed to a parameter's type
+_N_SCHEMAS_MAX = 1000  # looked at for a parameter's type
 
 
 @dataclass(slots=True)
@@ -71,36 +71,49 @@ def functions_of(tools: Iterable[Any]) -> dict[str, dict[str, ParameterKind]]:
 
 def parameter_kind(schema: Any, document: Any) -> ParameterKind:
     """What stands between a parameter's tags: "text" where its schema allows a string, "json" where it allows none."""
-    types = set(_types(schema, document, 0))
+    types: set[str] = set()  # "": any
+    refs: set[str] = set()
+    unseen = [(schema, False)]  # and whether it stands beside others that hold too: then it need not name a type
+    n_seen = 0
+    while unseen and "string" not in types:
+        n_seen += 1
+        if n_seen > _N_SCHEMAS_MAX:
+            return "either"
+        one, is_part = unseen.pop()
+        one = one if isinstance(one, dict) else {}
+        branch = next((key for key in ("anyOf", "oneOf", "allOf") if isinstance(one.get(key), list)), None)
+        if named := _named_types(one):
+            types.update(named)
+        elif "$ref" in one:
+            if (ref := str(one["$ref"])) not in refs:
+                refs.add(ref)
+                unseen.append((_target(ref, document), is_part))
+        elif branch is not None:
+            unseen += [(alternative, is_part or branch == "allOf") for alternative in one[branch]]
+        elif not is_part:
+            types.add("")
     if "string" in types:
         return "text"
     return "either" if "" in types or not types else "json"
 
 
-def _types(schema: Any, document: Any, n_deep: int) -> Sequence[str]:
-    """Types a schema names; "" for anything."""
-    if not isinstance(schema, dict) or n_deep > _N_DEEP_MAX:
-        return [""]
+def _named_types(schema: dict[str, Any]) -> list[str]:
+    """Types that stand in a schema itself."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return [kind]
     if isinstance(kind, list):
         return [one for one in kind if isinstance(one, str)]
-    if isinstance(schema.get("enum"), list) or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        values = [schema["const"]] if "const" in schema else []
+    if values:
         return ["string" if isinstance(value, str) else "other" for value in values]
-    if "$ref" in schema:
-        return _types(_target(schema["$ref"], document), document, n_deep + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            found = [kind for one in schema[key] for kind in _types(one, document, n_deep + 1)]
-            # All of them hold at once: one that says nothing takes nothing away.
-            return [kind for kind in found if kind] or [""] if key == "allOf" else found
-    return ["other"] if "properties" in schema or "items" in schema else [""]
+    return ["other"] if "properties" in schema or "items" in schema else []
 
 
-def _target(ref: Any, document: Any) -> Any:
+def _target(ref: str, document: Any) -> Any:
     node = document
-    for part in str(ref).split("/")[1:]:
+    for part in ref.split("/")[1:]:
         node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
     return node

@@ -39,6 +39,8 @@ def test_syntax_is_seen_in_what_is_rendered(template: str | None, expected: Synt
         ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/word"}]}, "text"),
         ({"enum": ["a", "b"]}, "text"),
         ({"const": "a"}, "text"),
+        ({"enum": {}, "const": "a"}, "text"),
+        ({"type": [3, "string"], "enum": ["a"]}, "text"),
         ({"allOf": [{"description": "x"}, {"type": "string"}]}, "text"),
         ({"type": "integer"}, "json"),
         ({"type": ["integer", "null"]}, "json"),
@@ -51,6 +53,10 @@ def test_syntax_is_seen_in_what_is_rendered(template: str | None, expected: Synt
         ({"$ref": "#/$defs/missing"}, "either"),
         ({"$ref": "#/$defs/loop"}, "either"),
         ({"anyOf": []}, "either"),
+        ({"anyOf": [{"anyOf": [{}] * 30}] * 60}, "either"),
+        ({"enum": True, "const": 3}, "json"),
+        ({"enum": 3, "items": {}}, "json"),
+        ({"type": {}, "enum": {}}, "either"),
     ],
 )
 def test_what_a_parameter_holds(schema: Any, kind: str) -> None:

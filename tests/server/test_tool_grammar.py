@@ -209,7 +209,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(200))
 def test_any_schema_is_a_grammar_or_an_error_of_the_client(syntax: Syntax, seed: int) -> None:
     rng = random.Random(seed)
     keys = (
@@ -232,7 +232,7 @@ def test_any_schema_is_a_grammar_or_an_error_of_the_client(syntax: Syntax, seed:
             return {"type": "object", "properties": {f"p{i}": schema(n_deep + 1) for i in range(3)}}
         return {key: rng.choice([schema(n_deep + 1), [schema(n_deep + 1)]]) for key in rng.sample(keys, 2)}
 
-    tools = [{"function": {"name": f"f{i}", "parameters": schema(0)}} for i in range(3)]
+    tools = [{"function": {"name": f"f{i}", "parameters": schema(0)}} for i in range(6)]
     refused: list[int] = []
     for tool in tools:
         try:
