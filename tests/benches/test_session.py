@@ -6,7 +6,7 @@ import pytest
 
 from benches.errors import BenchError
 from benches.loads import LOADS, Sizes
-from benches.session import Session
+from benches.session import Block, Session, Window
 from llamamg.plugins import testing as kit
 
 from .fake_clock import World, engine_with
@@ -83,3 +83,26 @@ def test_a_load_with_more_sessions_than_slots_says_so() -> None:
     world = World(0)
     with pytest.raises(BenchError, match="use -np 5"):
         Session(engine_with("same", world, 2), LOADS["five"], SIZES, world.clock)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_plugins_have_learned_from_a_block_before_the_reference(is_short: bool) -> None:
+    """Also where a session runs out of tokens meanwhile, which is an error of any other block."""
+    world = World(1)
+    session = Session(engine_with("same", world, LOADS["mixed"].n_slots), LOADS["mixed"], SIZES, world.clock)
+    made: list[bool] = []
+    one, mixed = session.block, session._mixed
+
+    def block(with_others: bool = False) -> Block:
+        made.append(with_others)
+        return one(with_others)
+
+    def runs_out(n_probs: int) -> Window:
+        window = mixed(n_probs)
+        if is_short and made == [False]:
+            raise BenchError("a session ran out of tokens")
+        return window
+
+    session.block, session._mixed = block, runs_out  # type: ignore[method-assign]
+    session.prepare()
+    assert made == [False, True]
