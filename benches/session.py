@@ -28,6 +28,10 @@ STUCK_S = 30.0
 PAUSE_S = 0.4  # between two conversations of the load that returns
 
 
+class RanOut(BenchError):
+    """A session had generated all that it may before a block was over."""
+
+
 @dataclass(slots=True)
 class Stream:
     """What came of one request: when, and how many tokens there were then."""
@@ -106,7 +110,7 @@ class Session:
             self._do([self._request(i, 1) for i in range(self.load.n_sessions)])
         if self.load.has_prompt:
             # Who cuts prompts by how long steps take tries single tokens first: that would round the reference otherwise.
-            with contextlib.suppress(BenchError):  # those that it takes may be more than a session has
+            with contextlib.suppress(RanOut):  # those that it takes may be more than a session has
                 self.block()
         return self.block(with_others=True)
 
@@ -191,7 +195,7 @@ class Session:
         effects = self._since(effects)
         self._stop(requests)
         if ran_out:
-            raise BenchError("a session ran out of tokens before the prompt was computed: use a longer --prompt")
+            raise RanOut("a session ran out of tokens before the prompt was computed: use a longer --prompt")
         return Window([*streams, arriving], begin, arriving.stamps[-1], effects)
 
     def _return(self, n_probs: int) -> Window:

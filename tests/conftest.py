@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from llamamg import library as native_library
 from llamamg import paths, synth
+from llamamg.vocab import Vocabulary
 
 STALE_AFTER_S = 24 * 3600
 
@@ -111,3 +113,30 @@ def two_rpc_devices() -> Iterator[str]:
         for server in servers:
             server.kill()
             server.wait()
+
+
+@pytest.fixture(scope="session")
+def grammar_allows(library: native_library.Library, micro_model: Path) -> Iterator[Callable[[str, str], bool]]:
+    """Whether a text may be a whole answer under a grammar, as llama.cpp reads it."""
+    llama, vocab = library.llama, Vocabulary.open(micro_model)
+
+    def passes(grammar: Any, token: int) -> bool:
+        one = (llama.llama_token_data * 1)(llama.llama_token_data(id=token, logit=0.0, p=0.0))
+        array = llama.llama_token_data_array(data=one, size=1, selected=-1, sorted=False)
+        llama.llama_sampler_apply(grammar, ctypes.byref(array))
+        return bool(one[0].logit > float("-inf"))
+
+    def allowed(text: str, answer: str) -> bool:
+        grammar = llama.llama_sampler_init_grammar(vocab.handle, text.encode(), b"root")
+        assert grammar, f"llama.cpp cannot read {text}"
+        try:
+            for token in vocab.tokenize(answer, False, False):
+                if not passes(grammar, int(token)):
+                    return False
+                llama.llama_sampler_accept(grammar, int(token))
+            return passes(grammar, vocab.eos)
+        finally:
+            llama.llama_sampler_free(grammar)
+
+    yield allowed
+    vocab.close()

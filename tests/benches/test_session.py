@@ -6,7 +6,7 @@ import pytest
 
 from benches.errors import BenchError
 from benches.loads import LOADS, Sizes
-from benches.session import Block, Session, Window
+from benches.session import Block, RanOut, Session, Window
 from llamamg.plugins import testing as kit
 
 from .fake_clock import World, engine_with
@@ -85,9 +85,9 @@ def test_a_load_with_more_sessions_than_slots_says_so() -> None:
         Session(engine_with("same", world, 2), LOADS["five"], SIZES, world.clock)
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_plugins_have_learned_from_a_block_before_the_reference(is_short: bool) -> None:
-    """Also where a session runs out of tokens meanwhile, which is an error of any other block."""
+@pytest.mark.parametrize("error", [None, RanOut, BenchError])
+def test_plugins_have_learned_from_a_block_before_the_reference(error: type[BenchError] | None) -> None:
+    """Also where a session runs out of tokens meanwhile, which is an error of any other block; other errors stay errors."""
     world = World(1)
     session = Session(engine_with("same", world, LOADS["mixed"].n_slots), LOADS["mixed"], SIZES, world.clock)
     made: list[bool] = []
@@ -99,10 +99,14 @@ def test_plugins_have_learned_from_a_block_before_the_reference(is_short: bool) 
 
     def runs_out(n_probs: int) -> Window:
         window = mixed(n_probs)
-        if is_short and made == [False]:
-            raise BenchError("a session ran out of tokens")
+        if error is not None and made == [False]:
+            raise error("a plugin is in the way")
         return window
 
     session.block, session._mixed = block, runs_out  # type: ignore[method-assign]
+    if error is BenchError:
+        with pytest.raises(BenchError, match="in the way"):
+            session.prepare()
+        return
     session.prepare()
     assert made == [False, True]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from llamamg.json_schema import SchemaError, schema_to_grammar
 from llamamg.json_schema.gbnf import Rules
-from llamamg.library import Library
-from llamamg.vocab import Vocabulary
 
 Allows = Callable[[Any, str], bool]
 PERSON = {
@@ -138,30 +134,9 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def allows(library: Library, micro_model: Path) -> Iterator[Allows]:
+def allows(grammar_allows: Allows) -> Allows:
     """Whether a text may be a whole answer under a schema."""
-    llama, vocab = library.llama, Vocabulary.open(micro_model)
-
-    def passes(grammar: Any, token: int) -> bool:
-        one = (llama.llama_token_data * 1)(llama.llama_token_data(id=token, logit=0.0, p=0.0))
-        array = llama.llama_token_data_array(data=one, size=1, selected=-1, sorted=False)
-        llama.llama_sampler_apply(grammar, ctypes.byref(array))
-        return bool(one[0].logit > float("-inf"))
-
-    def allowed(schema: Any, text: str) -> bool:
-        grammar = llama.llama_sampler_init_grammar(vocab.handle, schema_to_grammar(schema).encode(), b"root")
-        assert grammar, f"llama.cpp cannot read the grammar of {schema}"
-        try:
-            for token in vocab.tokenize(text, False, False):
-                if not passes(grammar, int(token)):
-                    return False
-                llama.llama_sampler_accept(grammar, int(token))
-            return passes(grammar, vocab.eos)
-        finally:
-            llama.llama_sampler_free(grammar)
-
-    yield allowed
-    vocab.close()
+    return lambda schema, text: grammar_allows(schema_to_grammar(schema), text)
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

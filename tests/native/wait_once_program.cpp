@@ -43,7 +43,7 @@ struct device {
     ggml_backend                      backend{};
     std::mutex                        mutex;
     std::condition_variable           changed;
-    std::deque<std::function<void()>> todo;
+    std::deque<std::function<void()>> tasks;
     size_t                            n_queued = 0, n_done = 0;
     bool                              is_over   = false;
     bool                              is_second = false;
@@ -51,7 +51,7 @@ struct device {
 
     void queue(std::function<void()> task) {
         std::lock_guard lock(mutex);
-        todo.push_back(std::move(task));
+        tasks.push_back(std::move(task));
         ++n_queued;
         changed.notify_all();
     }
@@ -64,12 +64,12 @@ struct device {
     void work() {
         std::unique_lock lock(mutex);
         while (true) {
-            changed.wait(lock, [&] { return is_over || !todo.empty(); });
-            if (todo.empty()) {
+            changed.wait(lock, [&] { return is_over || !tasks.empty(); });
+            if (tasks.empty()) {
                 return;
             }
-            auto task = std::move(todo.front());
-            todo.pop_front();
+            auto task = std::move(tasks.front());
+            tasks.pop_front();
             lock.unlock();
             task();
             lock.lock();

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tool_texts import TOOLS, json_call, tagged_call
 
 from llamamg.json_schema.convert import N_PARTS_MAX
-from llamamg.library import Library
 from llamamg.server.errors import ApiError
 from llamamg.server.tool_format import Syntax, ToolCalls, functions_of
 from llamamg.server.tool_grammar import tool_grammar
 from llamamg.server.tool_parser import parse_answer
-from llamamg.vocab import Vocabulary
 
 Allows = Callable[[str, str], bool]
 CALL = {"json": json_call, "tagged": tagged_call}
@@ -52,33 +48,6 @@ MORE: list[dict[str, Any]] = [
         }
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def allows(library: Library, micro_model: Path) -> Iterator[Allows]:
-    """Whether a text may be a whole answer under a grammar."""
-    llama, vocab = library.llama, Vocabulary.open(micro_model)
-
-    def passes(grammar: Any, token: int) -> bool:
-        one = (llama.llama_token_data * 1)(llama.llama_token_data(id=token, logit=0.0, p=0.0))
-        array = llama.llama_token_data_array(data=one, size=1, selected=-1, sorted=False)
-        llama.llama_sampler_apply(grammar, ctypes.byref(array))
-        return bool(one[0].logit > float("-inf"))
-
-    def allowed(text: str, answer: str) -> bool:
-        grammar = llama.llama_sampler_init_grammar(vocab.handle, text.encode(), b"root")
-        assert grammar, f"llama.cpp cannot read {text}"
-        try:
-            for token in vocab.tokenize(answer, False, False):
-                if not passes(grammar, int(token)):
-                    return False
-                llama.llama_sampler_accept(grammar, int(token))
-            return passes(grammar, vocab.eos)
-        finally:
-            llama.llama_sampler_free(grammar)
-
-    yield allowed
-    vocab.close()
 
 
 def calls_of(syntax: Syntax, **more: Any) -> ToolCalls:
@@ -115,41 +84,41 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_calls_that_fit_are_let_through_and_read(allows: Allows, syntax: Syntax) -> None:
+def test_calls_that_fit_are_let_through_and_read(grammar_allows: Allows, syntax: Syntax) -> None:
     grammar, calls = grammar_of(syntax), calls_of(syntax)
     for name, arguments in GOOD:
         text = CALL[syntax](name, arguments)
-        assert allows(grammar, text), text
+        assert grammar_allows(grammar, text), text
         answer = parse_answer(calls, text)
         assert answer.content == ""
         assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [(name, arguments)]
     for name, arguments in BAD:
-        assert not allows(grammar, CALL[syntax](name, arguments)), (name, arguments)
+        assert not grammar_allows(grammar, CALL[syntax](name, arguments)), (name, arguments)
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_there_is_a_call_and_nothing_else(allows: Allows, syntax: Syntax) -> None:
+def test_there_is_a_call_and_nothing_else(grammar_allows: Allows, syntax: Syntax) -> None:
     call = CALL[syntax]("weather", {"city": "Paris"})
     grammar, single = grammar_of(syntax), grammar_of(syntax, parallel=False)
-    assert allows(grammar, f"{call}\n{call}\n{call}")
-    assert allows(single, call)
-    assert not allows(single, f"{call}\n{call}")
+    assert grammar_allows(grammar, f"{call}\n{call}\n{call}")
+    assert grammar_allows(single, call)
+    assert not grammar_allows(single, f"{call}\n{call}")
     for text in ("", "Hello", "Hello" + call, call + "Hello", call[:-1], f"<think>\n</think>\n{call}"):
-        assert not allows(grammar, text), text
+        assert not grammar_allows(grammar, text), text
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
-def test_a_thought_comes_first_where_there_may_be_one(allows: Allows, syntax: Syntax) -> None:
+def test_a_thought_comes_first_where_there_may_be_one(grammar_allows: Allows, syntax: Syntax) -> None:
     call = CALL[syntax]("weather", {"city": "Paris"})
     thought = f"\nIf {call} < then </thin\n</think>"
     free, opened = grammar_of(syntax, True), grammar_of(syntax, in_thought=True)
-    assert allows(free, call)
-    assert allows(free, f"<think>{thought}\n\n{call}")
-    assert allows(opened, f"{thought}\n\n{call}")
-    assert allows(opened, f"</think>{call}")
-    assert not allows(opened, call)
-    assert not allows(free, f"<think>{thought}")
-    assert not allows(free, f"<think>{thought}\n\n{call}\n<think></think>")
+    assert grammar_allows(free, call)
+    assert grammar_allows(free, f"<think>{thought}\n\n{call}")
+    assert grammar_allows(opened, f"{thought}\n\n{call}")
+    assert grammar_allows(opened, f"</think>{call}")
+    assert not grammar_allows(opened, call)
+    assert not grammar_allows(free, f"<think>{thought}")
+    assert not grammar_allows(free, f"<think>{thought}\n\n{call}\n<think></think>")
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
