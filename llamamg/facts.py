@@ -119,6 +119,41 @@ def affordable_rollback(config: Config, devices: Sequence[Any], n_most: int) -> 
     return 0
 
 
+def only_gpu(config: Config, devices: Sequence[Any]) -> Any | None:
+    """The device of this machine that holds every layer, with nothing of them left to the CPU; None where there is no such one.
+
+    `devices` as in the hook `configure`; the virtual devices of one GPU are several. None without a model. Raises ModelFileError.
+    """
+    from llamamg.memory import gpus, overrides
+    from llamamg.modelfile import open_model
+
+    m = config.model
+    if m.rpc or overrides(config) or not config.context.offload_kqv or not m.path.is_file():
+        return None
+    n_layer = int(open_model(m.path).get("block_count", 0))
+    has_all = isinstance(m.n_gpu_layers, str) or not 0 <= m.n_gpu_layers < n_layer
+    used = list(gpus(config, devices))
+    return used[0] if has_all and len(used) == 1 else None
+
+
+def has_room(config: Config, devices: Sequence[Any], spare: float = 0.1) -> bool:
+    """Does it fit on the GPUs, by a lower bound and with this share of their free memory left? False where nobody knows.
+
+    `devices` as in the hook `configure`. Raises ModelFileError.
+    """
+    from llamamg.memory import estimate, gpus
+    from llamamg.modelfile import open_model
+
+    if config.model.rpc or not config.model.path.is_file():
+        return False
+    try:
+        needs = estimate(config, open_model(config.model.path), devices, pooled_keys=True)
+    except (TypeError, ValueError, LookupError):
+        return False  # metadata of an odd shape
+    used = [(device.memory_free, needs.on(device.name)) for device in gpus(config, devices)]
+    return all(need.weights + need.context <= (1 - spare) * free for free, need in used)
+
+
 def qsa_stats() -> QsaStats:
     """Counters of native QSA of the loaded library; zeros while none is loaded."""
     from llamamg import library

@@ -22,9 +22,11 @@ from llamamg import (
     StepState,
     Unavailable,
     has_patch,
+    has_room,
     has_switch,
     hookimpl,
     n_stages,
+    only_gpu,
     plugin,
     set_switch,
 )
@@ -33,6 +35,7 @@ AUTO = "auto"
 PREFILL_SMS = "prefill-sms"  # native switch, option and route
 WAIT_ONCE = "wait-once"  # native switch: a group's host thread hands the next device its part while one computes
 MAX_SMS = 1024  # more than any device has
+_ONE_DEVICE = "one device holds all layers, so batches could not overlap (--decode-groups-groups 2 insists)"
 N_LEFT_MIN = 16  # a sequence that ends sooner than this is not worth a move
 
 
@@ -50,8 +53,8 @@ number_or_auto.__name__ = "a whole number of at least 0, or auto"
 @plugin(
     name="decode-groups",
     summary="decodes groups of sequences in contexts of their own, and prompts in another, all in flight together",
-    helps="models split over several devices, two sessions or more; answers that go on while a long prompt is computed",
-    hurts="memory: each context has compute buffers, the prompts' one a KV stream too; one device, where a joint batch is better",
+    helps="models split over several devices, two sessions or more; on one GPU too, answers that go on beside a prompt",
+    hurts="memory: each context has compute buffers, the prompts' one a KV stream too; decoding in groups on one device",
     guard=Guard.same_tokens(),
     toggle="step",
     effect="overlapping batches",
@@ -92,7 +95,8 @@ class DecodeGroups:
             "prefill-slots",
             type=number_or_auto,
             default=AUTO,
-            help="prompts that the context for prompts has room for; 0: each group computes its own; auto: 1 beside several groups",
+            help="prompts that the context for prompts has room for; 0: each group computes its own; auto: 1 beside several "
+            "groups, and on one CUDA device that holds all layers and has memory for it",
         )
         options.add(
             "ubatch",
@@ -140,26 +144,31 @@ class DecodeGroups:
                 "with this native build contexts on one rpc-server get each other's results: run `llamamg build`"
             )
         n_groups = self._n_groups(config, devices)
-        prefill = self.prefill_slots
-        n_prefill = int(n_groups > 1) if isinstance(prefill, str) else min(prefill, context.n_parallel)
+        changed = replace(context, n_groups=n_groups, n_ubatch_decode=self.ubatch, n_prompt_local=self.local_prompt)
+        n_prefill, why = self._n_prefill_slots(replace(config, context=changed), devices)
         if n_groups == 1 and n_prefill == 0:
-            raise Unavailable(
-                "one group is asked for, and no context for prompts"
-                if self.groups == 1
-                else "one device holds all layers, so batches could not overlap (--decode-groups-groups 2 insists)"
-            )
+            raise Unavailable(why)
         if self.prefill_sms and not n_prefill:
             raise Unavailable("prefill-sms bounds a context for prompts, and there is none (prefill-slots is 0)")
         self.n_contexts = n_groups + bool(n_prefill)
         self.similarity = config.generation.slot_prompt_similarity
-        changed = replace(
-            context,
-            n_groups=n_groups,
-            n_prefill_slots=n_prefill,
-            n_ubatch_decode=self.ubatch,
-            n_prompt_local=self.local_prompt,
-        )
-        return replace(config, context=changed)
+        return replace(config, context=replace(changed, n_prefill_slots=n_prefill))
+
+    def _n_prefill_slots(self, config: Config, devices: Seq[Any]) -> tuple[int, str]:
+        """How many, and where none are wanted with one group why not."""
+        context = config.context
+        none = "one group is asked for, and no context for prompts" if self.groups == 1 else _ONE_DEVICE
+        if not isinstance(self.prefill_slots, str):
+            return min(self.prefill_slots, context.n_parallel), none
+        if context.n_groups > 1:
+            return 1, ""
+        gpu = only_gpu(config, devices)
+        # Elsewhere streams have no priority, and a prompt would hold up answers.
+        if gpu is None or gpu.backend != "CUDA" or not has_switch("stream-priority"):
+            return 0, none
+        if not has_room(replace(config, context=replace(context, n_prefill_slots=1)), devices):
+            return 0, "the GPU has no room for a context for prompts (--decode-groups-prefill-slots 1 insists)"
+        return 1, ""
 
     def _n_groups(self, config: Config, devices: Seq[Any]) -> int:
         n_parallel = config.context.n_parallel

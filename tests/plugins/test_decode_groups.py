@@ -14,6 +14,8 @@ from starlette.applications import Starlette
 from llamamg import Slot, StepState, Unavailable, n_stages
 from llamamg.config import Config, ContextConfig, ModelConfig
 from llamamg.layout import layout_of
+from llamamg.memory import estimate
+from llamamg.modelfile import open_model
 from llamamg.options import OptionError, resolve
 from llamamg.options.declared import declared_options
 from llamamg.options.table import Table
@@ -34,6 +36,7 @@ class Device:
     type: str = "gpu"
     device_id: str = ""
     backend: str = "CUDA"
+    memory_free: int = 0
 
 
 CPU = Device("CPU", "cpu", "", "CPU")
@@ -90,6 +93,85 @@ def test_auto_makes_one_group_on_one_device_however_many_slots() -> None:
     with pytest.raises(Unavailable, match="one device holds all layers"):
         context_of(config_of(64), [TWO[0], CPU])
     assert context_of(config_of(64), [TWO[0], CPU], prefill_slots=1).n_groups == 1
+
+
+ROOMY = Device("CUDA0", device_id="01:00", memory_free=1 << 36)
+
+
+def on_gpu(path: Path, **model: Any) -> Config:
+    return Config(ModelConfig(path, **model), ContextConfig(n_parallel=5, n_ctx=5 * 1024))
+
+
+@pytest.mark.parametrize(
+    ("model", "n_groups"),
+    [
+        ({}, 1),
+        ({"n_gpu_layers": 99}, 1),
+        ({"n_gpu_layers": -1}, 1),
+        ({"split_mode": "none"}, 1),
+        ({"n_gpu_layers": 1}, 3),
+    ],
+)
+def test_auto_makes_a_context_for_prompts_on_one_gpu(micro_model: Path, model: dict[str, Any], n_groups: int) -> None:
+    """With one layer on the GPU the CPU is a second stage."""
+    made = context_of(on_gpu(micro_model, **model), [ROOMY, CPU])
+    assert (made.n_groups, made.n_prefill_slots, made.n_ubatch_decode) == (n_groups, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "device"),
+    [
+        ({"n_gpu_layers": 0}, {}, {}),
+        ({"n_cpu_moe": 1}, {}, {}),
+        ({"override_tensor": (("ffn", "CPU"),)}, {}, {}),
+        ({}, {"offload_kqv": False}, {}),
+        ({"devices": ("none",)}, {}, {}),
+        ({}, {}, {"backend": "Vulkan"}),
+        ({}, {}, {"type": "igpu", "backend": "SYCL"}),
+    ],
+)
+def test_auto_makes_none_where_the_cpu_has_a_part_or_streams_have_no_priority(
+    micro_model: Path, model: dict[str, Any], context: dict[str, Any], device: dict[str, Any]
+) -> None:
+    config = on_gpu(micro_model, **model)
+    config = replace(config, context=replace(config.context, **context))
+    with pytest.raises(Unavailable, match="one device holds all layers"):
+        context_of(config, [replace(ROOMY, **device), CPU])
+
+
+def test_auto_makes_none_on_virtual_devices_or_for_one_group_that_was_asked_for_elsewhere(micro_model: Path) -> None:
+    config = on_gpu(micro_model)
+    with pytest.raises(Unavailable, match="one device holds all layers"):
+        context_of(config, [ROOMY, replace(ROOMY, name="CUDA1"), CPU])
+    assert context_of(config, [ROOMY, CPU], groups=1).n_prefill_slots == 1
+    assert context_of(config, [ROOMY, CPU], prefill_sms=96).n_prefill_slots == 1
+    with pytest.raises(Unavailable, match="one device holds all layers"):
+        context_of(config, [ROOMY, CPU], prefill_slots=0)
+    with pytest.raises(Unavailable, match="one group is asked for"):
+        context_of(config, [ROOMY, CPU], groups=1, prefill_slots=0)
+
+
+def test_a_library_without_priorities_has_no_context_for_prompts(
+    micro_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamamg_plugins.decode_groups.has_switch", lambda name: name != "stream-priority")
+    with pytest.raises(Unavailable, match="one device holds all layers"):
+        context_of(on_gpu(micro_model), [ROOMY, CPU])
+
+
+def test_auto_asks_for_a_context_for_prompts_only_where_a_tenth_stays_free(micro_model: Path) -> None:
+    config = on_gpu(micro_model)
+    made = replace(config, context=context_of(config, [ROOMY, CPU]))
+    need = estimate(made, open_model(micro_model), [ROOMY], pooled_keys=True).devices["CUDA0"]
+    bare = estimate(config, open_model(micro_model), [ROOMY], pooled_keys=True).devices["CUDA0"]
+    enough = -(-10 * (need.weights + need.context) // 9)
+    assert need.context - need.compute == 6 * (bare.context - bare.compute) / 5  # a sixth slot beside five
+    assert context_of(config, [replace(ROOMY, memory_free=enough), CPU]).n_prefill_slots == 1
+    for n_bytes in (enough - 2, 0):  # 0: not known
+        with pytest.raises(Unavailable, match="has no room for a context for prompts"):
+            context_of(config, [replace(ROOMY, memory_free=n_bytes), CPU])
+    insisted = context_of(config, [replace(ROOMY, memory_free=enough - 2), CPU], prefill_slots=1)
+    assert insisted.n_prefill_slots == 1
 
 
 def test_numbers_are_taken_as_given() -> None:
