@@ -16,7 +16,7 @@ from llamamg.facts import (
     n_experts,
     n_stages,
     native_count,
-    only_gpu,
+    only_gpus,
     qsa_stats,
     set_switch,
 )
@@ -82,7 +82,7 @@ __all__ = [
     "n_experts",
     "n_stages",
     "native_count",
-    "only_gpu",
+    "only_gpus",
     "pick_copier",
     "plugin",
     "qsa_stats",

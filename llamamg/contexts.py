@@ -8,7 +8,7 @@ from typing import Any
 from llamamg import handover
 from llamamg.config import Config
 from llamamg.errors import LoadError
-from llamamg.facts import has_patch
+from llamamg.facts import has_patch, only_gpus
 from llamamg.kvcache import KVCache
 from llamamg.kvcache_contexts import ContextsKV
 from llamamg.layout import Layout, layout_of, n_ubatch
@@ -71,7 +71,9 @@ def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Voc
         parts.append(kv)
     if layout.n_contexts == 1:
         return Contexts(layout, runners[0], parts[0])
-    pool = ContextPool(runners, c.stall_s)
+    holders = only_gpus(config, lib.mg.devices())
+    is_async = bool(holders) and all(device.asynchronous for device in holders)
+    pool = ContextPool(runners, c.stall_s, is_async)
     return Contexts(layout, pool, ContextsKV(parts, layout, handover.best(lib.mg), pool.settle_one))
 
 

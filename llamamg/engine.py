@@ -189,6 +189,7 @@ class Engine:
         worked = bool(self._pending)
         self._fill()
         self.scheduler.make_room()
+        self.runner.start()
         worked = worked or self.runner.n_in_flight > 0
         # A context's own thread needs the interpreter's lock to begin, and so does whoever writes answers: it goes first.
         is_late = self.runner.n_contexts > 1

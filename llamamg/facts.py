@@ -119,21 +119,20 @@ def affordable_rollback(config: Config, devices: Sequence[Any], n_most: int) -> 
     return 0
 
 
-def only_gpu(config: Config, devices: Sequence[Any]) -> Any | None:
-    """The device of this machine that holds every layer, with nothing of them left to the CPU; None where there is no such one.
+def only_gpus(config: Config, devices: Sequence[Any]) -> list[Any]:
+    """The GPUs of this machine that hold every layer and its memory; [] where the CPU or another machine has a part of them.
 
-    `devices` as in the hook `configure`; the virtual devices of one GPU are several. None without a model. Raises ModelFileError.
+    `devices` as in the hook `configure`; the virtual devices of one GPU are several. [] without a model. Raises ModelFileError.
     """
     from llamamg.memory import gpus, overrides
     from llamamg.modelfile import open_model
 
     m = config.model
     if m.rpc or overrides(config) or not config.context.offload_kqv or not m.path.is_file():
-        return None
+        return []
     n_layer = int(open_model(m.path).get("block_count", 0))
     has_all = isinstance(m.n_gpu_layers, str) or not 0 <= m.n_gpu_layers < n_layer
-    used = list(gpus(config, devices))
-    return used[0] if has_all and len(used) == 1 else None
+    return list(gpus(config, devices)) if has_all else []
 
 
 def has_room(config: Config, devices: Sequence[Any], spare: float = 0.1) -> bool:

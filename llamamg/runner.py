@@ -54,6 +54,9 @@ class Runner(Protocol):
     def submit(self, batch: Batch) -> None:
         """Hand a batch to the context `batch.group`. May raise KVFull or BatchError; then nothing of it is in flight."""
 
+    def start(self) -> None:
+        """Everything that may be in flight now was submitted: begin what was held back to see whether more comes."""
+
     def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
         """Do something else with free contexts; `finished(result, error)` is called while collecting."""
 
@@ -127,6 +130,9 @@ class ModelRunner:
 
     def is_free(self, context: int) -> bool:
         return not self._in_flight
+
+    def start(self) -> None:
+        pass
 
     def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
         finished(job(), None)

@@ -21,6 +21,7 @@ from llamamg.runner import Done, ModelRunner, Runner
 
 log = logging.getLogger(__name__)
 Task = Callable[[], Any]
+N_TOKENS_ALONE = 64  # a longer batch has a thread also when it is alone: who comes meanwhile need not wait for it
 
 
 class Stalled(RuntimeError):
@@ -69,10 +70,11 @@ class ContextPool(Runner):
     """Hands each batch to the thread of its context and collects what ends first.
 
     A sequence has one batch in flight at most, so what ends first is in order for every sequence. `stall_s`: when nothing
-    ends for so long, `collect` raises Stalled.
+    ends for so long, `collect` raises Stalled. `is_async`: llama_decode returns before the devices are done, so a short batch
+    with no other one in flight needs no thread; waking one costs it the interpreter's lock twice in every step.
     """
 
-    def __init__(self, runners: Seq[ModelRunner], stall_s: float = 0.0) -> None:
+    def __init__(self, runners: Seq[ModelRunner], stall_s: float = 0.0, is_async: bool = False) -> None:
         self.runners = tuple(runners)
         self.n_contexts = len(runners)
         self.n_batch = min(runner.n_batch for runner in runners)
@@ -84,6 +86,10 @@ class ContextPool(Runner):
         self._woken = False
         self._n_in_flight = 0
         self._is_stuck = False
+        self._is_async = is_async
+        self._held: Batch | None = None  # alone so far, and not begun
+        self._alone: Batch | None = None  # begun on this thread
+        self.n_alone = 0  # such batches so far
 
     @property
     def context(self) -> Any:
@@ -98,10 +104,37 @@ class ContextPool(Runner):
         return self._busy[context] is None
 
     def submit(self, batch: Batch) -> None:
+        self._begin_held()
+        if self._is_async and not self._n_in_flight and batch.n_tokens <= N_TOKENS_ALONE:
+            self._reserve((batch.group,))
+            self._held = batch
+        else:
+            self._take((batch.group,), *self._task(batch))
+
+    def start(self) -> None:
+        if self._held is None:
+            return
+        batch, self._held = self._held, None
+        try:
+            self.runners[batch.group].submit(batch)
+        except Exception as error:
+            self._results.put((batch, error))
+        else:
+            self._alone = batch
+            self.n_alone += 1
+
+    def _begin_held(self) -> None:
+        """On its own thread after all: it is not alone, or somebody waits for its end."""
+        if self._held is not None:
+            batch, self._held = self._held, None
+            self._workers[batch.group].start(*self._task(batch))
+
+    def _task(self, batch: Batch) -> tuple[Task, str]:
         runner = self.runners[batch.group]
-        self._take((batch.group,), lambda: _compute(runner, batch), f"a batch of {batch.n_tokens} tokens")
+        return lambda: _compute(runner, batch), f"a batch of {batch.n_tokens} tokens"
 
     def run(self, contexts: tuple[int, ...], job: Task, finished: Callable[[Any, Any], None]) -> None:
+        self._begin_held()
         done = _JobDone(contexts, finished)
 
         def task() -> _JobDone:
@@ -114,6 +147,9 @@ class ContextPool(Runner):
         self._take(contexts, task, "a move")
 
     def _take(self, contexts: tuple[int, ...], task: Task, doing: str) -> None:
+        self._reserve(contexts).start(task, doing)
+
+    def _reserve(self, contexts: tuple[int, ...]) -> _Worker:
         worker = self._workers[contexts[-1]]
         for context in contexts:
             if self._busy[context] is not None:
@@ -121,7 +157,7 @@ class ContextPool(Runner):
         for context in contexts:
             self._busy[context] = worker
         self._n_in_flight += 1
-        worker.start(task, doing)
+        return worker
 
     def collect(self) -> Done | None:
         if not self._n_in_flight:
@@ -146,6 +182,10 @@ class ContextPool(Runner):
         return done
 
     def _next(self) -> Any:
+        self.start()
+        if self._alone is not None:
+            batch, self._alone = self._alone, None
+            return _finish(self.runners[batch.group], batch)
         if not self._stall_s:
             return self._results.get()
         try:
@@ -170,8 +210,12 @@ class ContextPool(Runner):
 
     def settle_one(self, context: int) -> None:
         """Wait until one context does not compute; batches that are through stay to be collected."""
+        if self._held is not None and self._held.group == context:
+            self._begin_held()
         worker = self._busy[context]
-        if worker is not None and not worker.idle.is_set():
+        if self._alone is not None and self._alone.group == context:
+            self.runners[context].synchronize()
+        elif worker is not None and not worker.idle.is_set():
             if self._is_stuck:
                 raise Stalled(f"context {context} still computes, so its memory cannot be changed")
             worker.idle.wait()
@@ -200,6 +244,14 @@ def _compute(runner: ModelRunner, batch: Batch) -> tuple[Batch, Any]:
     """On the context's thread: the batch and its result, which may be an exception."""
     try:
         runner.submit(batch)
+    except Exception as error:
+        return batch, error
+    return _finish(runner, batch)
+
+
+def _finish(runner: ModelRunner, batch: Batch) -> tuple[Batch, Any]:
+    """Wait for a submitted batch: it and its result."""
+    try:
         done = runner.collect()
         if batch.waits:
             # Else the engine's thread would wait for it, and with it everybody who decodes in another context.

@@ -26,7 +26,7 @@ from llamamg import (
     has_switch,
     hookimpl,
     n_stages,
-    only_gpu,
+    only_gpus,
     plugin,
     set_switch,
 )
@@ -162,9 +162,9 @@ class DecodeGroups:
             return min(self.prefill_slots, context.n_parallel), none
         if context.n_groups > 1:
             return 1, ""
-        gpu = only_gpu(config, devices)
+        holders = [device.backend for device in only_gpus(config, devices)]
         # Elsewhere streams have no priority, and a prompt would hold up answers.
-        if gpu is None or gpu.backend != "CUDA" or not has_switch("stream-priority"):
+        if holders != ["CUDA"] or not has_switch("stream-priority"):
             return 0, none
         if not has_room(replace(config, context=replace(context, n_prefill_slots=1)), devices):
             return 0, "the GPU has no room for a context for prompts (--decode-groups-prefill-slots 1 insists)"

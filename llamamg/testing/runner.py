@@ -60,6 +60,9 @@ class FakeRunner(Runner):
     def run(self, contexts: tuple[int, ...], job: Callable[[], Any], finished: Callable[[Any, Any], None]) -> None:
         self._fly(contexts, (job, finished))
 
+    def start(self) -> None:
+        """Nothing is held back."""
+
     def settle(self) -> None:
         """Nothing runs on threads."""
 

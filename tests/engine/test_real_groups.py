@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,9 @@ def stress(
                 cancelled.add(gone.id)
     kept = [request for request in requests if request.id not in cancelled]
     answers = [made.last(request) for request in kept]
+    kept.append(next(request for request in random_requests(rng, 64) if request.n_predict == 20))
+    made.engine.submit(kept[-1])  # with nobody else there
+    answers.append(made.last(kept[-1]))
     made.engine.call(lambda engine: None).result(30)
     deadline = time.monotonic() + 30
     while made.engine.runner.n_in_flight or made.engine.scheduler.moves.wanted:
@@ -133,7 +137,7 @@ LAYOUTS = [{"n_groups": 3, "n_prefill_slots": 0}, {"n_groups": 2, "n_prefill_slo
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=["groups", "groups and prompts"])
 @pytest.mark.parametrize("model", ["micro", "smol"])
-@pytest.mark.parametrize("way", ["best", "host"])
+@pytest.mark.parametrize("way", ["best", "host", "alone"])
 def test_stress(
     live: Callable[..., Any],
     request: pytest.FixtureRequest,
@@ -142,7 +146,10 @@ def test_stress(
     model: str,
     way: str,
 ) -> None:
+    """`alone`: a batch with no other one in flight is computed on the engine's thread, as on GPUs."""
     lib = native_library.load()
+    if way == "alone":
+        monkeypatch.setattr(contexts, "only_gpus", lambda *_: [SimpleNamespace(asynchronous=True)])
     if way == "best" and isinstance(handover.best(lib.mg), handover.ThroughHost):
         pytest.skip("this library moves sequences through the host only")
     if way == "host":
@@ -151,6 +158,7 @@ def test_stress(
     # The micro model ties at about 3 % of its tokens: a short round would be too small a sample for the bar below.
     n_least = 1100 if model == "micro" else 1
     made, tape, requests, answers = stress(live, path, len(str(options)), n_least, **options)
+    assert made.engine.runner.n_alone > 0 if way == "alone" else made.engine.runner.n_alone == 0
     n_moved, n_overlaps = made.engine.stats.n_hand_overs, sum(call[0] == "decode" for call in tape.calls)
     assert n_moved >= 3
     assert n_overlaps >= 20
@@ -170,7 +178,7 @@ def test_stress(
 
     n, n_ties = check_alone(path, requests, answers)
     print(
-        f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {n} tokens of {len(answers)} texts, {n_ties} ties"
+        f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {made.engine.runner.n_alone} alone, {n} tokens of {len(answers)} texts, {n_ties} ties"
     )
     assert n_ties <= 0.05 * n, f"{n_ties} of {n} tokens"
 
