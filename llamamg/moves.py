@@ -23,6 +23,7 @@ from llamamg.slot import Slot
 from llamamg.stats import Stats
 
 log = logging.getLogger(__name__)
+SOON = 8  # a prompt with this part of another one's tokens left is done soon beside it
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,8 @@ class Moves:
         self._waiting: deque[Move] = deque()  # for their contexts
         self._for_prefill: deque[Sequence] = deque()  # for an id of the prefill context
         self._free_prefill = list(reversed(layout.prefill))
+        self._at_prefill: list[Slot] = []  # that have such an id, or are on their way there
+        self._oldest_next = False
         self._prefill_context = len(layout.groups)
         self.changing: Callable[[Slot], None] = lambda slot: None  # told before what a slot holds goes elsewhere
 
@@ -80,21 +83,45 @@ class Moves:
         """What `slot` holds needs the prefill context no longer: it goes home."""
         if slot.context == self._prefill_context and not slot.moving:
             slot.moving = True
+            self._at_prefill.remove(slot)
             self._waiting.append(Move(slot, slot.home))
 
     def _admit(self) -> None:
+        for sequence in [s for s in self._for_prefill if s.state is SequenceState.FINISHED]:
+            self._for_prefill.remove(sequence)
+            sequence.slot.moving = False
         while self._for_prefill and self._free_prefill:
-            sequence = self._for_prefill.popleft()
-            slot = sequence.slot
-            if sequence.state is SequenceState.FINISHED:
-                slot.moving = False
-                continue
+            next_one = self._next_prompt()
+            if next_one is None:
+                return
+            self._for_prefill.remove(next_one)
+            slot = next_one.slot
             target = self._free_prefill.pop()
+            self._at_prefill.append(slot)
             if len(slot.tokens):
                 self._waiting.append(Move(slot, target))
             else:
                 self._place(slot, target)
                 slot.moving = False
+
+    def _next_prompt(self) -> Sequence | None:
+        """Every second time whoever has the fewest tokens left, else the oldest, so that nobody waits more than twice as long.
+
+        The last of several ids is for a prompt that is done soon beside one that is computed: that one would not be
+        computed faster for another long one next to it, and who wants a short one need not wait for both.
+        """
+        waiting = list(self._for_prefill)
+        if len(self._layout.prefill) > 1 and len(self._free_prefill) == 1:
+            computed = [slot.sequence.n_prompt_left for slot in self._at_prefill if slot.sequence is not None]
+            if computed:
+                waiting = [sequence for sequence in waiting if SOON * sequence.n_prompt_left <= max(computed)]
+        if not waiting:
+            return None
+        shortest = min(waiting, key=lambda sequence: sequence.n_prompt_left)
+        if shortest is waiting[0]:
+            return shortest
+        self._oldest_next = not self._oldest_next
+        return shortest if self._oldest_next else waiting[0]
 
     # -- between groups
 
@@ -210,6 +237,8 @@ class Moves:
         self._kv.remove(slot.seq_id, -1, -1)
         self._forget(slot)
         self._free_prefill.append(slot.seq_id if was_prefill else target)
+        if not was_prefill:
+            self._at_prefill.remove(slot)
         self._place(slot, slot.home)
 
     def _place(self, slot: Slot, seq_id: int) -> None:

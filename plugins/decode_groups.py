@@ -36,6 +36,7 @@ PREFILL_SMS = "prefill-sms"  # native switch, option and route
 WAIT_ONCE = "wait-once"  # native switch: a group's host thread hands the next device its part while one computes
 MAX_SMS = 1024  # more than any device has
 _ONE_DEVICE = "one device holds all layers, so batches could not overlap (--decode-groups-groups 2 insists)"
+N_PREFILL_AUTO = 2  # a long prompt and a short one that passes it
 N_LEFT_MIN = 16  # a sequence that ends sooner than this is not worth a move
 
 
@@ -95,8 +96,8 @@ class DecodeGroups:
             "prefill-slots",
             type=number_or_auto,
             default=AUTO,
-            help="prompts that the context for prompts has room for; 0: each group computes its own; auto: 1 beside several "
-            "groups, and on one CUDA device that holds all layers and has memory for it",
+            help="prompts that the context for prompts has room for; 0: each group computes its own; auto: beside several groups, "
+            "and on one CUDA device that holds all layers, 2 where memory has room for them, else 1",
         )
         options.add(
             "ubatch",
@@ -160,15 +161,16 @@ class DecodeGroups:
         none = "one group is asked for, and no context for prompts" if self.groups == 1 else _ONE_DEVICE
         if not isinstance(self.prefill_slots, str):
             return min(self.prefill_slots, context.n_parallel), none
+        holders = [device.backend for device in only_gpus(config, devices)]
+        # On one device of another kind streams have no priority, and a prompt would hold up answers.
+        if context.n_groups == 1 and (holders != ["CUDA"] or not has_switch("stream-priority")):
+            return 0, none
+        for n in range(min(N_PREFILL_AUTO, context.n_parallel), 0, -1):
+            if holders and has_room(replace(config, context=replace(context, n_prefill_slots=n)), devices):
+                return n, ""
         if context.n_groups > 1:
             return 1, ""
-        holders = [device.backend for device in only_gpus(config, devices)]
-        # Elsewhere streams have no priority, and a prompt would hold up answers.
-        if holders != ["CUDA"] or not has_switch("stream-priority"):
-            return 0, none
-        if not has_room(replace(config, context=replace(context, n_prefill_slots=1)), devices):
-            return 0, "the GPU has no room for a context for prompts (--decode-groups-prefill-slots 1 insists)"
-        return 1, ""
+        return 0, "the GPU has no room for a context for prompts (--decode-groups-prefill-slots 1 insists)"
 
     def _n_groups(self, config: Config, devices: Seq[Any]) -> int:
         n_parallel = config.context.n_parallel

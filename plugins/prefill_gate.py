@@ -33,13 +33,14 @@ class PrefillGate:
         itl_ratio: float = 2.0,
         min_share: float = 0.2,
         pass_threshold: int = 512,
+        pass_ratio: int = 8,
     ) -> None:
         self.max_partial = max_partial
         self.long_threshold = long_threshold
         self.max_long = max_long
         self.chunk = chunk
         self.max_with_decode = max_with_decode
-        self.pass_threshold = pass_threshold
+        self.pass_threshold, self.pass_ratio = pass_threshold, pass_ratio
         self.limits: Limits | None = None
         if itl_target_ms > 0 or itl_ratio > 0:
             self.limits = Limits(itl_target_ms / 1e3, 0.0 if itl_target_ms else itl_ratio, min_share)
@@ -125,6 +126,14 @@ class PrefillGate:
             help="a prompt with at most this many tokens left may pass longer ones, in every second step",
             aliases=("--prefill-pass-threshold",),
         )
+        options.add(
+            "pass-ratio",
+            type=int,
+            default=8,
+            minimum=0,
+            help="a prompt may pass one with this many times as many tokens left, in every second step; 0: only short ones pass",
+            aliases=("--prefill-pass-ratio",),
+        )
 
     @hookimpl
     def configure(self, config: Config) -> None:
@@ -196,13 +205,16 @@ class PrefillGate:
 
     def _in_turn(self, arrived: list[Sequence]) -> list[Sequence]:
         """Arrival order; in every second step that has both, short prompts before the longer ones that came earlier."""
-        short = [sequence for sequence in arrived if sequence.n_prompt_left <= self.pass_threshold]
+        n_short = self.pass_threshold
+        if self.pass_ratio:
+            n_short = max(n_short, arrived[0].n_prompt_left // self.pass_ratio)
+        short = [sequence for sequence in arrived if sequence.n_prompt_left <= n_short]
         if not short or arrived[: len(short)] == short:
             return arrived
         self._passed = not self._passed
         if not self._passed:
             return arrived
-        return short + [sequence for sequence in arrived if sequence.n_prompt_left > self.pass_threshold]
+        return short + [sequence for sequence in arrived if sequence.n_prompt_left > n_short]
 
 
 def _arrival(sequence: Sequence) -> tuple[int, float, int]:

@@ -178,7 +178,8 @@ def test_stress(
 
     n, n_ties = check_alone(path, requests, answers)
     print(
-        f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {made.engine.runner.n_alone} alone, {n} tokens of {len(answers)} texts, {n_ties} ties"
+        f"{model}: {len(pairs)} logits rows equal, {n_moved} moves, {made.engine.runner.n_alone} alone, {n} tokens of "
+        f"{len(answers)} texts, {n_ties} ties"
     )
     assert n_ties <= 0.05 * n, f"{n_ties} of {n} tokens"
 

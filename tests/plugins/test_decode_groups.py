@@ -115,7 +115,8 @@ def on_gpu(path: Path, **model: Any) -> Config:
 def test_auto_makes_a_context_for_prompts_on_one_gpu(micro_model: Path, model: dict[str, Any], n_groups: int) -> None:
     """With one layer on the GPU the CPU is a second stage."""
     made = context_of(on_gpu(micro_model, **model), [ROOMY, CPU])
-    assert (made.n_groups, made.n_prefill_slots, made.n_ubatch_decode) == (n_groups, 1, 16)
+    n_prefill = 1 if n_groups > 1 else 2  # what the CPU has free is not looked at
+    assert (made.n_groups, made.n_prefill_slots, made.n_ubatch_decode) == (n_groups, n_prefill, 16)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,8 @@ def test_auto_makes_none_on_virtual_devices_or_for_one_group_that_was_asked_for_
     config = on_gpu(micro_model)
     with pytest.raises(Unavailable, match="one device holds all layers"):
         context_of(config, [ROOMY, replace(ROOMY, name="CUDA1"), CPU])
-    assert context_of(config, [ROOMY, CPU], groups=1).n_prefill_slots == 1
-    assert context_of(config, [ROOMY, CPU], prefill_sms=96).n_prefill_slots == 1
+    assert context_of(config, [ROOMY, CPU], groups=1).n_prefill_slots == 2
+    assert context_of(config, [ROOMY, CPU], prefill_sms=96).n_prefill_slots == 2
     with pytest.raises(Unavailable, match="one device holds all layers"):
         context_of(config, [ROOMY, CPU], prefill_slots=0)
     with pytest.raises(Unavailable, match="one group is asked for"):
@@ -159,19 +160,37 @@ def test_a_library_without_priorities_has_no_context_for_prompts(
         context_of(on_gpu(micro_model), [ROOMY, CPU])
 
 
+def enough_for(n_prefill: int, config: Config, devices: list[Device]) -> int:
+    """Free bytes of the first device from which on so many prompts have room beside a tenth that stays free."""
+    made = replace(config, context=replace(context_of(config, devices), n_prefill_slots=n_prefill))
+    need = estimate(made, open_model(config.model.path), devices, pooled_keys=True).devices["CUDA0"]
+    return -(-10 * (need.weights + need.context) // 9)
+
+
 def test_auto_asks_for_a_context_for_prompts_only_where_a_tenth_stays_free(micro_model: Path) -> None:
     config = on_gpu(micro_model)
-    made = replace(config, context=context_of(config, [ROOMY, CPU]))
-    need = estimate(made, open_model(micro_model), [ROOMY], pooled_keys=True).devices["CUDA0"]
-    bare = estimate(config, open_model(micro_model), [ROOMY], pooled_keys=True).devices["CUDA0"]
-    enough = -(-10 * (need.weights + need.context) // 9)
-    assert need.context - need.compute == 6 * (bare.context - bare.compute) / 5  # a sixth slot beside five
-    assert context_of(config, [replace(ROOMY, memory_free=enough), CPU]).n_prefill_slots == 1
-    for n_bytes in (enough - 2, 0):  # 0: not known
+
+    def n_prefill(n_bytes: int, **options: Any) -> int:
+        return context_of(config, [replace(ROOMY, memory_free=n_bytes), CPU], **options).n_prefill_slots
+
+    one, two = (enough_for(n, config, [ROOMY, CPU]) for n in (1, 2))
+    assert one < two
+    assert [n_prefill(n_bytes) for n_bytes in (one, two - 2, two)] == [1, 1, 2]
+    for n_bytes in (one - 2, 0):  # 0: not known
         with pytest.raises(Unavailable, match="has no room for a context for prompts"):
-            context_of(config, [replace(ROOMY, memory_free=n_bytes), CPU])
-    insisted = context_of(config, [replace(ROOMY, memory_free=enough - 2), CPU], prefill_slots=1)
-    assert insisted.n_prefill_slots == 1
+            n_prefill(n_bytes)
+        assert n_prefill(n_bytes, prefill_slots=1) == 1
+
+
+def test_several_groups_have_a_context_for_prompts_whatever_is_free(micro_model: Path) -> None:
+    config = on_gpu(micro_model)
+    devices = [ROOMY, replace(ROOMY, name="CUDA1", device_id="02:00"), CPU]
+    assert context_of(config, devices).n_prefill_slots == 2
+    for n_bytes in (enough_for(2, config, devices) // 2, 0):
+        less = [replace(device, memory_free=n_bytes) for device in devices[:2]]
+        assert context_of(config, less).n_prefill_slots == 1
+    config = replace(config, context=replace(config.context, n_parallel=2))
+    assert context_of(config, devices).n_prefill_slots == 2
 
 
 def test_numbers_are_taken_as_given() -> None:

@@ -52,12 +52,14 @@ def test_lower_priority_numbers_go_first() -> None:
 def test_long_prompts_beyond_max_long_wait_and_a_later_short_one_takes_the_place() -> None:
     long_1, long_2, short = prompt(9000, 1.0), prompt(9000, 2.0), prompt(100, 3.0)
     waiting = [long_2, short, long_1]
-    assert PrefillGate(max_partial=2, pass_threshold=0).order_prefills(state(), waiting) == [long_1, short]
-    assert PrefillGate(max_partial=2, max_long=2, pass_threshold=0).order_prefills(state(), waiting) == [long_1, long_2]
-    assert PrefillGate(max_partial=2, long_threshold=9000, pass_threshold=0).order_prefills(state(), waiting) == [
-        long_1,
-        long_2,
-    ]
+
+    def chosen(**options: int) -> Any:
+        gate = PrefillGate(max_partial=2, pass_threshold=0, pass_ratio=0, **options)
+        return gate.order_prefills(state(), waiting)
+
+    assert chosen() == [long_1, short]
+    assert chosen(max_long=2) == [long_1, long_2]
+    assert chosen(long_threshold=9000) == [long_1, long_2]
 
 
 def test_what_counts_as_long_is_what_is_left() -> None:
@@ -95,16 +97,16 @@ def test_effect_counts_only_steps_that_came_out_differently(n_decoding: int, lef
     assert gate.effect == effect
 
 
-@pytest.mark.parametrize("pass_threshold", [0, 10])
-def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshold: int) -> None:
+@pytest.mark.parametrize(("pass_threshold", "pass_ratio"), [(0, 0), (10, 0), (0, 4), (10, 8)])
+def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshold: int, pass_ratio: int) -> None:
     """Whatever arrives later: a prompt is done within the steps that it and all earlier ones need one after the other,
     and within twice as many where later short ones may pass it in every second step."""
-    rng = random.Random(7)
+    rng, passes = random.Random(7), bool(pass_threshold or pass_ratio)
     for _ in range(300):
         chunk, n_slots = rng.choice([1, 4, 16]), rng.randint(2, 6)
         gate = PrefillGate(
             rng.randint(1, 3), rng.choice([0, 20, 50]), rng.randint(1, 2), chunk, rng.randint(1, 3),
-            itl_ratio=0, pass_threshold=pass_threshold,
+            itl_ratio=0, pass_threshold=pass_threshold, pass_ratio=pass_ratio,
         )  # fmt: skip
         slots: list[Sequence | None] = [None] * n_slots
         bound: dict[int, int] = {}
@@ -115,7 +117,7 @@ def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshol
                     arrival += 1.0
                     slots[i] = new = prompt(rng.choice([1, 5, 30, 60]), arrival, slot=i)
                     need = sum(-(-s.n_prompt_left // chunk) for s in slots if s is not None)
-                    bound[new.request.id] = step + need * (2 if pass_threshold else 1) + bool(pass_threshold)
+                    bound[new.request.id] = step + need * (2 if passes else 1) + passes
             waiting = [s for s in slots if s is not None]
             if not waiting:
                 continue
@@ -137,8 +139,23 @@ def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshol
 def test_a_short_prompt_passes_a_long_one_in_every_second_step() -> None:
     gate = PrefillGate(itl_ratio=0, pass_threshold=200)
     long, short = prompt(60_000, 1.0), prompt(200, 2.0)
-    firsts = [(gate.order_prefills(state(decoding=1), [long, short]) or [])[0] for _ in range(6)]
-    assert firsts == [short, long] * 3
+    assert firsts(gate, [long, short]) == [short, long] * 3
+
+
+def firsts(gate: PrefillGate, waiting: list[Sequence]) -> list[Sequence]:
+    """Which prompt is computed in each of six steps."""
+    return [(gate.order_prefills(state(decoding=1), waiting) or [])[0] for _ in range(6)]
+
+
+def test_a_prompt_passes_one_that_is_many_times_as_long() -> None:
+    gate = PrefillGate(itl_ratio=0)
+    book, file, longer = prompt(60_000, 1.0), prompt(7500, 2.0), prompt(7501, 2.0)
+    assert firsts(gate, [book, file]) == [file, book] * 3
+    assert firsts(gate, [book, longer]) == [book] * 6
+    assert firsts(PrefillGate(itl_ratio=0, pass_ratio=0), [book, file]) == [book] * 6
+    assert firsts(PrefillGate(itl_ratio=0, pass_ratio=7), [book, longer]) == [longer, book] * 3
+    assert firsts(gate, [book, prompt(7500, 0.5)])[0].n_prompt == 7500, "it came first"
+    assert firsts(gate, [prompt(60_000, 1.0), prompt(60_000, 2.0), file]).count(file) == 3
 
 
 def test_short_prompts_keep_their_own_order_and_do_not_pass_each_other() -> None:
@@ -182,6 +199,7 @@ def test_the_forks_flags_and_variables_are_declared() -> None:
         "itl-ratio": (2.0, ("--itl-ratio",), ()),
         "min-share": (0.2, ("--prefill-min-share",), ()),
         "pass-threshold": (512, ("--prefill-pass-threshold",), ()),
+        "pass-ratio": (8, ("--prefill-pass-ratio",), ()),
     }
 
 

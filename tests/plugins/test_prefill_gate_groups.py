@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llamamg.plugins.testing import on
+from llamamg.plugins.testing import config, unconfigured
 from llamamg.plugins.testing import plugin as made_plugin
 from llamamg.request import Failed, Finished
 from llamamg.testing import ask, fake_engine, run
@@ -15,7 +15,10 @@ from llamamg_plugins.prefill_gate import PrefillGate
 
 def engine_with(*classes: type[Any], options: dict[str, str] | None = None, **sizes: int) -> Any:
     flights = made_plugin("flights", {"batches_in_flight": lambda self: 9})
-    plugins = on(*classes, flights, options={"prefill-gate": options or {}} if PrefillGate in classes else {})
+    of_gate = {"prefill-gate": options or {}} if PrefillGate in classes else {}
+    names = tuple(cls.declaration.name for cls in (*classes, flights))
+    plugins = unconfigured(*classes, flights, enable=names, options=of_gate)
+    plugins.configure(config(n_ubatch=16))
     return fake_engine(4, plugins=plugins, n_batch=64, n_prefill_slots=2, **sizes)
 
 
