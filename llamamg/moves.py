@@ -23,7 +23,7 @@ from llamamg.slot import Slot
 from llamamg.stats import Stats
 
 log = logging.getLogger(__name__)
-SOON = 8  # a prompt with this part of another one's tokens left is done soon beside it
+SOON = 4  # a prompt with this part of another one's tokens left is done soon beside it
 
 
 @dataclass(slots=True, eq=False)

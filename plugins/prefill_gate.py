@@ -33,7 +33,7 @@ class PrefillGate:
         itl_ratio: float = 2.0,
         min_share: float = 0.2,
         pass_threshold: int = 512,
-        pass_ratio: int = 8,
+        pass_ratio: int = 4,
     ) -> None:
         self.max_partial = max_partial
         self.long_threshold = long_threshold
@@ -129,7 +129,7 @@ class PrefillGate:
         options.add(
             "pass-ratio",
             type=int,
-            default=8,
+            default=4,
             minimum=0,
             help="a prompt may pass one with this many times as many tokens left, in every second step; 0: only short ones pass",
             aliases=("--prefill-pass-ratio",),

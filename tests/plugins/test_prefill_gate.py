@@ -97,7 +97,7 @@ def test_effect_counts_only_steps_that_came_out_differently(n_decoding: int, lef
     assert gate.effect == effect
 
 
-@pytest.mark.parametrize(("pass_threshold", "pass_ratio"), [(0, 0), (10, 0), (0, 4), (10, 8)])
+@pytest.mark.parametrize(("pass_threshold", "pass_ratio"), [(0, 0), (10, 0), (0, 4), (10, 2)])
 def test_no_prompt_waits_longer_than_for_those_that_came_before_it(pass_threshold: int, pass_ratio: int) -> None:
     """Whatever arrives later: a prompt is done within the steps that it and all earlier ones need one after the other,
     and within twice as many where later short ones may pass it in every second step."""
@@ -149,12 +149,12 @@ def firsts(gate: PrefillGate, waiting: list[Sequence]) -> list[Sequence]:
 
 def test_a_prompt_passes_one_that_is_many_times_as_long() -> None:
     gate = PrefillGate(itl_ratio=0)
-    book, file, longer = prompt(60_000, 1.0), prompt(7500, 2.0), prompt(7501, 2.0)
+    book, file, longer = prompt(60_000, 1.0), prompt(15_000, 2.0), prompt(15_001, 2.0)
     assert firsts(gate, [book, file]) == [file, book] * 3
     assert firsts(gate, [book, longer]) == [book] * 6
     assert firsts(PrefillGate(itl_ratio=0, pass_ratio=0), [book, file]) == [book] * 6
-    assert firsts(PrefillGate(itl_ratio=0, pass_ratio=7), [book, longer]) == [longer, book] * 3
-    assert firsts(gate, [book, prompt(7500, 0.5)])[0].n_prompt == 7500, "it came first"
+    assert firsts(PrefillGate(itl_ratio=0, pass_ratio=3), [book, longer]) == [longer, book] * 3
+    assert firsts(gate, [book, prompt(15_000, 0.5)])[0].n_prompt == 15_000, "it came first"
     assert firsts(gate, [prompt(60_000, 1.0), prompt(60_000, 2.0), file]).count(file) == 3
 
 
@@ -199,7 +199,7 @@ def test_the_forks_flags_and_variables_are_declared() -> None:
         "itl-ratio": (2.0, ("--itl-ratio",), ()),
         "min-share": (0.2, ("--prefill-min-share",), ()),
         "pass-threshold": (512, ("--prefill-pass-threshold",), ()),
-        "pass-ratio": (8, ("--prefill-pass-ratio",), ()),
+        "pass-ratio": (4, ("--prefill-pass-ratio",), ()),
     }
 
 
