@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, keep, print."""
+    """Measure, keep, print. After Ctrl-C what was measured until then is kept, and the rest is left out."""
     if args.repeats < 1 or args.n_predict < 2:
         raise BenchError("--repeats must be at least 1 and --n-predict at least 2")
     if args.minutes is not None and args.minutes <= 0:
@@ -106,11 +106,19 @@ def run(args: argparse.Namespace) -> int:
                 Path(scratch) if scratch else None,
                 copy_from,
             )
-            if args.together:
-                together(state, sides, every)
-            else:
-                one_by_one(state, sides, every, args.minutes, args.repeats)
-            chosen = best_ubatch(state, sides, sizes, every) if sizes else {}
+            chosen, interrupted = {}, False
+            try:
+                if args.together:
+                    together(state, sides, every)
+                else:
+                    one_by_one(state, sides, every, args.minutes, args.repeats)
+                if sizes:
+                    chosen = best_ubatch(state, sides, sizes, every)
+            except KeyboardInterrupt:
+                if not state.rows:
+                    raise
+                interrupted = True
+                state.leave_out_rest(sides, every, "interrupted")
         result = {
             "bench": NAME,
             "slots": slots,
@@ -133,7 +141,9 @@ def run(args: argparse.Namespace) -> int:
         result["comparisons"] = comparisons(result)
         write(folder, result, state.logs)
     print(markdown(result))
-    print(f"kept in {folder.final}", file=sys.stderr)
+    print(f"{'interrupted: what was measured is ' if interrupted else ''}kept in {folder.final}", file=sys.stderr)
+    if interrupted:
+        return 130
     return 1 if state.n_failed else 0
 
 

@@ -117,6 +117,15 @@ class Run:
         )
         self.bar.update(n)
 
+    def leave_out_rest(self, sides: Sequence[Side], every: Sequence[Cell], why: str) -> None:
+        """Every cell that was neither measured nor left out."""
+        known = {(row["n_sessions"], row["depth"], row["repeat"], row["side"]) for row in (*self.rows, *self.left_out)}
+        for cell in every:
+            for side in sides:
+                place = (cell.n_sessions, cell.depth, cell.repeat)
+                if not known & {(*place, side.name), (*place, "")}:
+                    self.leave_out(cell, why, side.name)
+
 
 def together(run: Run, sides: Sequence[Side], every: Sequence[Cell]) -> None:
     """All sides loaded; the order of the sides is turned round with every cell of a kind and every repeat."""

@@ -64,7 +64,15 @@ def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Voc
         )
     runners, parts = [], []
     for context in range(layout.n_contexts):
-        runner, kv = _one(lib, handle, config, model, layout, context)
+        try:
+            runner, kv = _one(lib, handle, config, model, layout, context)
+        except LoadError as error:
+            if layout.n_contexts == 1:
+                raise
+            sentence = (
+                f"{error}; or leave decode-groups out (--disable decode-groups): it makes {layout.n_contexts} contexts"
+            )
+            raise LoadError(sentence) from error
         if c.warmup:
             _warm_up(lib.llama, runner.context, vocab, kv)
         runners.append(runner)

@@ -250,6 +250,8 @@ class Engine:
             else:
                 self._recovery.recover(batch, error)
             return
+        if not self._pending or self.runner.n_in_flight >= self._n_flights_max:
+            self.runner.start()  # what is done now, the device computes meanwhile
         self.scheduler.make_room()
         if self.calls.hooks.batch_submitted:
             self.calls.each("batch_submitted", batch)

@@ -131,7 +131,8 @@ def only_gpus(config: Config, devices: Sequence[Any]) -> list[Any]:
     if m.rpc or overrides(config) or not config.context.offload_kqv or not m.path.is_file():
         return []
     n_layer = int(open_model(m.path).get("block_count", 0))
-    has_all = isinstance(m.n_gpu_layers, str) or not 0 <= m.n_gpu_layers < n_layer
+    # libllama counts the head as one layer more, and takes the last ones.
+    has_all = isinstance(m.n_gpu_layers, str) or not 0 <= m.n_gpu_layers <= n_layer
     return list(gpus(config, devices)) if has_all else []
 
 
@@ -140,13 +141,18 @@ def has_room(config: Config, devices: Sequence[Any], spare: float = 0.1) -> bool
 
     `devices` as in the hook `configure`. Raises ModelFileError.
     """
-    from llamamg.memory import estimate, gpus
+    from llamamg.memory import estimate, gpus, place
     from llamamg.modelfile import open_model
 
     if config.model.rpc or not config.model.path.is_file():
         return False
+    header = open_model(config.model.path)
     try:
-        needs = estimate(config, open_model(config.model.path), devices, pooled_keys=True)
+        needs = estimate(config, header, devices, pooled_keys=True)
+        sizes = {tensor.name: tensor.n_bytes for tensor in header.tensors}
+        if "output.weight" not in sizes:  # then most models have their embeddings there once more
+            head = place(config, devices, int(header.get("block_count", 0)))[-1]
+            needs.on(head).weights += sizes.get("token_embd.weight", 0)
     except (TypeError, ValueError, LookupError):
         return False  # metadata of an odd shape
     used = [(device.memory_free, needs.on(device.name)) for device in gpus(config, devices)]

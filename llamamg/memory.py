@@ -211,7 +211,8 @@ class _Placement:
         m = config.model
         self.n_layer, self.offload = n_layer, config.context.offload_kqv
         self.devices = list(gpus(config, devices))
-        n_gpu = n_layer + 1 if isinstance(m.n_gpu_layers, str) else min(m.n_gpu_layers, n_layer + 1)
+        has_all = isinstance(m.n_gpu_layers, str) or m.n_gpu_layers < 0
+        n_gpu = n_layer + 1 if has_all else min(int(m.n_gpu_layers), n_layer + 1)
         self.first = n_layer + 1 - n_gpu if self.devices else n_layer + 1
         given = m.tensor_split if isinstance(m.tensor_split, tuple) else ()
         parts = [*given[: len(self.devices)]] or [float(device.memory_free) for device in self.devices]

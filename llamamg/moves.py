@@ -58,7 +58,7 @@ class Moves:
         self._for_prefill: deque[Sequence] = deque()  # for an id of the prefill context
         self._free_prefill = list(reversed(layout.prefill))
         self._at_prefill: list[Slot] = []  # that have such an id, or are on their way there
-        self._oldest_next = False
+        self._oldest_next = [False, False]  # for any id, and for the last of several
         self._prefill_context = len(layout.groups)
         self.changing: Callable[[Slot], None] = lambda slot: None  # told before what a slot holds goes elsewhere
 
@@ -105,23 +105,26 @@ class Moves:
                 slot.moving = False
 
     def _next_prompt(self) -> Sequence | None:
-        """Every second time whoever has the fewest tokens left, else the oldest, so that nobody waits more than twice as long.
+        """Of the first priority every second time whoever has the fewest tokens left, else the oldest: nobody waits more than
+        twice as long.
 
         The last of several ids is for a prompt that is done soon beside one that is computed: that one would not be
         computed faster for another long one next to it, and who wants a short one need not wait for both.
         """
         waiting = list(self._for_prefill)
-        if len(self._layout.prefill) > 1 and len(self._free_prefill) == 1:
-            computed = [slot.sequence.n_prompt_left for slot in self._at_prefill if slot.sequence is not None]
-            if computed:
-                waiting = [sequence for sequence in waiting if SOON * sequence.n_prompt_left <= max(computed)]
+        computed = [slot.sequence.n_prompt_left for slot in self._at_prefill if slot.sequence is not None]
+        is_last = len(self._layout.prefill) > 1 and len(self._free_prefill) == 1 and bool(computed)
+        if is_last:
+            waiting = [sequence for sequence in waiting if SOON * sequence.n_prompt_left <= max(computed)]
         if not waiting:
             return None
+        first = min(sequence.request.priority for sequence in waiting)
+        waiting = [sequence for sequence in waiting if sequence.request.priority == first]
         shortest = min(waiting, key=lambda sequence: sequence.n_prompt_left)
         if shortest is waiting[0]:
             return shortest
-        self._oldest_next = not self._oldest_next
-        return shortest if self._oldest_next else waiting[0]
+        self._oldest_next[is_last] = not self._oldest_next[is_last]
+        return shortest if self._oldest_next[is_last] else waiting[0]
 
     # -- between groups
 

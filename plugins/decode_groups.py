@@ -97,7 +97,7 @@ class DecodeGroups:
             type=number_or_auto,
             default=AUTO,
             help="prompts that the context for prompts has room for; 0: each group computes its own; auto: beside several groups, "
-            "and on one CUDA device that holds all layers, 2 where memory has room for them, else 1",
+            "and on one CUDA device that holds all layers and has memory for it: 2 where memory has room for them, else 1",
         )
         options.add(
             "ubatch",
@@ -165,7 +165,7 @@ class DecodeGroups:
         # On one device of another kind streams have no priority, and a prompt would hold up answers.
         if context.n_groups == 1 and (holders != ["CUDA"] or not has_switch("stream-priority")):
             return 0, none
-        for n in range(min(N_PREFILL_AUTO, context.n_parallel), 0, -1):
+        for n in range(min(N_PREFILL_AUTO, max(1, context.n_parallel)), 0, -1):
             if holders and has_room(replace(config, context=replace(context, n_prefill_slots=n)), devices):
                 return n, ""
         if context.n_groups > 1:

@@ -205,16 +205,20 @@ class PrefillGate:
 
     def _in_turn(self, arrived: list[Sequence]) -> list[Sequence]:
         """Arrival order; in every second step that has both, short prompts before the longer ones that came earlier."""
-        n_short = self.pass_threshold
-        if self.pass_ratio:
-            n_short = max(n_short, arrived[0].n_prompt_left // self.pass_ratio)
-        short = [sequence for sequence in arrived if sequence.n_prompt_left <= n_short]
+        short = [sequence for sequence in arrived if self._may_pass(sequence, arrived[0])]
         if not short or arrived[: len(short)] == short:
             return arrived
         self._passed = not self._passed
         if not self._passed:
             return arrived
-        return short + [sequence for sequence in arrived if sequence.n_prompt_left > n_short]
+        return short + [sequence for sequence in arrived if not self._may_pass(sequence, arrived[0])]
+
+    def _may_pass(self, sequence: Sequence, first: Sequence) -> bool:
+        """Whether it is short, or much shorter than the one whose turn it is and no less urgent."""
+        if sequence.n_prompt_left <= self.pass_threshold:
+            return True
+        is_shorter = 0 < self.pass_ratio * sequence.n_prompt_left <= first.n_prompt_left
+        return is_shorter and sequence.request.priority <= first.request.priority
 
 
 def _arrival(sequence: Sequence) -> tuple[int, float, int]:

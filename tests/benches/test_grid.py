@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamamg_benches import grid, grid_table
+from llamamg_benches import grid, grid_run, grid_table
 from llamamg_benches.program import run_module
 
 from llamamg import paths
@@ -31,7 +31,33 @@ def test_a_missing_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFix
     assert "give a model with -m" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_the_middle_leaves_nothing(
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured, real = [], grid_run.measure
+
+    def measure(server: Any, cell: Any, *more: Any) -> Any:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((cell.n_sessions, cell.depth))
+        return real(server, cell, *more)
+
+    monkeypatch.setattr(grid_run, "measure", measure)
+    status = command(
+        "--side", "off", "-m", str(micro_model), "--slots", "1,2", "--depths", "70,200", "--repeats", "1",
+        "--n-predict", "16", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
+    )  # fmt: skip
+    assert status == 130
+    assert "what was measured is kept in" in capsys.readouterr().err
+    [folder] = tmp_path.glob("*/*")
+    result = json.loads((folder / "grid.json").read_text())
+    assert [(row["n_sessions"], row["depth"]) for row in result["rows"]] == measured == [(1, 70), (2, 70)]
+    left_out = [(left["n_sessions"], left["depth"], left["side"], left["reason"]) for left in result["left_out"]]
+    assert left_out == [(1, 200, "off", "interrupted"), (2, 200, "off", "interrupted")]
+    assert "left out: 2 x 200" in (folder / "table.md").read_text()
+
+
+def test_ctrl_c_before_anything_is_measured_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any) -> None:

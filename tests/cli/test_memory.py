@@ -142,6 +142,7 @@ def test_layers_go_to_devices_as_split() -> None:
     [
         ({"devices": ()}, 900),
         ({"n_gpu_layers": 0}, 900),
+        ({"n_gpu_layers": -1}, 50),
         ({"cpu_moe": True}, 50 + 8 * 60),
         ({"n_cpu_moe": 2}, 50 + 2 * 60),
         ({"override_tensor": (("attn_k", "CPU"),)}, 50 + 8 * 40),

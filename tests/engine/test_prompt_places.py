@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ def served(n_prefill: int, n_slots: int = 6, *classes: type[Any], **sizes: int) 
     )
 
 
-def asked(engine: Any, n_tokens: int) -> Any:
-    request = ask([40 + len(engine.scheduler.running)] * n_tokens, n_predict=2)
+def asked(engine: Any, n_tokens: int, priority: int = 0) -> Any:
+    request = ask([40 + len(engine.scheduler.running)] * n_tokens, n_predict=2, priority=priority)
     engine.submit(request)
     engine.step()
     return request
@@ -47,6 +48,12 @@ def test_with_one_place_the_shortest_and_the_oldest_take_turns() -> None:
     assert [ids.index(id_) for id_ in ended(engine, events)] == [0, 4, 1, 5, 2, 3]
 
 
+def test_lower_priority_numbers_go_first() -> None:
+    engine, _, events = served(1)
+    first, usual, urgent = asked(engine, 200), asked(engine, 100), asked(engine, 300, priority=-1)
+    assert ended(engine, events) == [first.id, urgent.id, usual.id]
+
+
 def test_the_last_of_several_places_is_for_a_prompt_that_is_done_soon() -> None:
     engine, _, events = served(2)
     long, other, middle = asked(engine, 1200), asked(engine, 1100), asked(engine, 300)
@@ -56,6 +63,35 @@ def test_the_last_of_several_places_is_for_a_prompt_that_is_done_soon() -> None:
     order = ended(engine, events)
     assert order[:2] == [long.id, short.id], "without prefill-gate prompts go in the order of their slots"
     assert set(order[2:]) == {other.id, middle.id}
+
+
+def test_turns_at_the_last_place_are_not_those_of_the_oldest() -> None:
+    """An old long prompt; one of middle length, and two short ones that pass it, come again and again."""
+    engine, _, _ = served(2)
+    moves = engine.scheduler.moves
+
+    def waits(n_left: int) -> Any:
+        new = SimpleNamespace(n_prompt_left=n_left, request=SimpleNamespace(priority=0))
+        moves._for_prefill.append(new)
+        return new
+
+    old = waits(1000)
+    for _ in range(3):
+        moves._at_prefill, moves._free_prefill = [], [6, 7]
+        middle = waits(400)
+        chosen = moves._next_prompt()
+        if chosen is old:
+            return
+        assert chosen is middle
+        moves._at_prefill, moves._free_prefill = [SimpleNamespace(sequence=middle)], [7]
+        shorts = [waits(90), waits(80)]
+        for _ in shorts:
+            passing = moves._next_prompt()
+            assert passing in shorts
+            moves._for_prefill.remove(passing)
+        assert moves._next_prompt() is None, "the old one is not done soon beside the other"
+        moves._for_prefill.remove(middle)
+    pytest.fail("it starves")
 
 
 def test_the_last_place_is_anybodys_once_nobody_is_computed() -> None:

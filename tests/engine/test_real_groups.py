@@ -148,8 +148,8 @@ def test_stress(
 ) -> None:
     """`alone`: a batch with no other one in flight is computed on the engine's thread, as on GPUs."""
     lib = native_library.load()
-    if way == "alone":
-        monkeypatch.setattr(contexts, "only_gpus", lambda *_: [SimpleNamespace(asynchronous=True)])
+    holders = [SimpleNamespace(asynchronous=True)] if way == "alone" else []
+    monkeypatch.setattr(contexts, "only_gpus", lambda *_: holders)
     if way == "best" and isinstance(handover.best(lib.mg), handover.ThroughHost):
         pytest.skip("this library moves sequences through the host only")
     if way == "host":

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from llamamg.batch import Batch
+from llamamg.plugins.testing import on
+from llamamg.plugins.testing import plugin as made_plugin
 from llamamg.request import Delta, Finished, Progress, Started
 from llamamg.testing import ask, fake_engine, run
+from llamamg.testing.runner import FakeRunner
 
 PROMPT = [40 + i % 80 for i in range(1000)]
 
@@ -185,3 +189,24 @@ def test_with_several_contexts_the_last_tokens_are_told_when_nothing_follows_the
         pass
     assert isinstance(events[-1][1], Finished)
     assert not engine.scheduler.outbox
+
+
+@pytest.mark.parametrize("n_most", [1, 2])
+def test_batches_begin_before_plugins_hear_of_the_last_one(monkeypatch: pytest.MonkeyPatch, n_most: int) -> None:
+    """What plugins do then is done while devices compute; with one flight at most the second group's batch is a step later."""
+    log: list[str] = []
+    monkeypatch.setattr(FakeRunner, "start", lambda self: log.append("start") if log[-1:] == ["submit"] else None)
+    real = FakeRunner.submit
+
+    def submit(self: FakeRunner, batch: Batch) -> None:
+        log.append("submit")
+        real(self, batch)
+
+    monkeypatch.setattr(FakeRunner, "submit", submit)
+    hooks = {"batches_in_flight": lambda self: n_most, "batch_submitted": lambda self, batch: log.append("told")}
+    engine, _, _ = fake_engine(2, n_groups=2, plugins=on(made_plugin("flights", hooks)))
+    for slot in (0, 1):
+        engine.submit(ask([40, 41, 42], n_predict=4, id_slot=slot))
+    engine.step()
+    last = ["submit", "start", "told"]
+    assert log == (last if n_most == 1 else ["submit", "told", *last])

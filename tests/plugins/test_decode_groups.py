@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from llamamg import Slot, StepState, Unavailable, n_stages
+from llamamg import Slot, StepState, Unavailable, has_room, n_stages
 from llamamg.config import Config, ContextConfig, ModelConfig
 from llamamg.layout import layout_of
 from llamamg.memory import estimate
@@ -123,6 +123,7 @@ def test_auto_makes_a_context_for_prompts_on_one_gpu(micro_model: Path, model: d
     ("model", "context", "device"),
     [
         ({"n_gpu_layers": 0}, {}, {}),
+        ({"n_gpu_layers": "all but the head"}, {}, {}),
         ({"n_cpu_moe": 1}, {}, {}),
         ({"override_tensor": (("ffn", "CPU"),)}, {}, {}),
         ({}, {"offload_kqv": False}, {}),
@@ -134,6 +135,9 @@ def test_auto_makes_a_context_for_prompts_on_one_gpu(micro_model: Path, model: d
 def test_auto_makes_none_where_the_cpu_has_a_part_or_streams_have_no_priority(
     micro_model: Path, model: dict[str, Any], context: dict[str, Any], device: dict[str, Any]
 ) -> None:
+    n_layers = int(open_model(micro_model).get("block_count", 0))
+    if model.get("n_gpu_layers") == "all but the head":
+        model = {"n_gpu_layers": n_layers}  # the head is one of those that go to the GPU
     config = on_gpu(micro_model, **model)
     config = replace(config, context=replace(config.context, **context))
     with pytest.raises(Unavailable, match="one device holds all layers"):
@@ -180,6 +184,17 @@ def test_auto_asks_for_a_context_for_prompts_only_where_a_tenth_stays_free(micro
         with pytest.raises(Unavailable, match="has no room for a context for prompts"):
             n_prefill(n_bytes)
         assert n_prefill(n_bytes, prefill_slots=1) == 1
+
+
+def test_embeddings_that_are_the_head_too_need_their_room_twice(smol_model: Path) -> None:
+    config, header = on_gpu(smol_model), open_model(smol_model)
+    sizes = {tensor.name: tensor.n_bytes for tensor in header.tensors}
+    assert "output.weight" not in sizes
+    made = replace(config, context=context_of(config, [ROOMY, CPU]))
+    need = estimate(made, header, [ROOMY], pooled_keys=True).devices["CUDA0"]
+    for n_bytes, has_it in ((need.weights + need.context, False), (sizes["token_embd.weight"], True)):
+        enough = need.weights + need.context + n_bytes * has_it
+        assert has_room(made, [replace(ROOMY, memory_free=enough), CPU], spare=0.0) is has_it
 
 
 def test_several_groups_have_a_context_for_prompts_whatever_is_free(micro_model: Path) -> None:
