@@ -112,10 +112,10 @@ class Moves:
         computed faster for another long one next to it, and who wants a short one need not wait for both.
         """
         waiting = list(self._for_prefill)
-        computed = [slot.sequence.n_prompt_left for slot in self._at_prefill if slot.sequence is not None]
+        computed = [slot.sequence for slot in self._at_prefill if slot.sequence is not None]
         is_last = len(self._layout.prefill) > 1 and len(self._free_prefill) == 1 and bool(computed)
         if is_last:
-            waiting = [sequence for sequence in waiting if SOON * sequence.n_prompt_left <= max(computed)]
+            waiting = [sequence for sequence in waiting if _is_beside(sequence, computed)]
         if not waiting:
             return None
         first = min(sequence.request.priority for sequence in waiting)
@@ -246,3 +246,10 @@ class Moves:
 
     def _place(self, slot: Slot, seq_id: int) -> None:
         slot.seq_id, slot.context = seq_id, self._layout.context(seq_id)
+
+
+def _is_beside(sequence: Sequence, computed: Seq[Sequence]) -> bool:
+    """Whether its prompt is done soon beside those that are computed, or more urgent than all of them."""
+    priority = sequence.request.priority
+    n_left = [other.n_prompt_left for other in computed if other.request.priority <= priority]
+    return not n_left or SOON * sequence.n_prompt_left <= max(n_left)

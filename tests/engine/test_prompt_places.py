@@ -65,6 +65,19 @@ def test_the_last_of_several_places_is_for_a_prompt_that_is_done_soon() -> None:
     assert set(order[2:]) == {other.id, middle.id}
 
 
+def test_the_last_of_several_places_is_for_an_urgent_prompt_too() -> None:
+    engine, _, _ = served(2)
+    usual, urgent = asked(engine, 1200), asked(engine, 1100, priority=-1)
+    assert at_prefill(engine) == {usual.id, urgent.id}
+    engine, _, _ = served(2)
+    urgent = asked(engine, 1200, priority=-1)
+    for priority in (0, -1):
+        asked(engine, 1100, priority)
+    assert at_prefill(engine) == {urgent.id}
+    soon = asked(engine, 100)
+    assert at_prefill(engine) == {urgent.id, soon.id}, "less urgent, but done soon"
+
+
 def test_turns_at_the_last_place_are_not_those_of_the_oldest() -> None:
     """An old long prompt; one of middle length, and two short ones that pass it, come again and again."""
     engine, _, _ = served(2)
