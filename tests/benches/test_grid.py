@@ -45,7 +45,7 @@ def test_ctrl_c_keeps_what_was_measured(
     monkeypatch.setattr(grid_run, "measure", measure)
     status = command(
         "--side", "off", "-m", str(micro_model), "--slots", "1,2", "--depths", "70,200", "--repeats", "1",
-        "--n-predict", "16", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
+        "--n-predict", "150", "--results", str(tmp_path), "-t", "1", "-b", "256", "-ub", "64",
     )  # fmt: skip
     assert status == 130
     assert "what was measured is kept in" in capsys.readouterr().err
