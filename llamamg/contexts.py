@@ -62,13 +62,16 @@ def make(lib: Library, handle: Any, config: Config, model: ModelInfo, vocab: Voc
             "several contexts on one rpc-server need a library that keeps their graphs apart: run `llamamg build`, or "
             "leave decode groups out"
         )
-    runners, parts = [], []
+    runners: list[ModelRunner] = []
+    parts: list[KVCache] = []
     for context in range(layout.n_contexts):
         try:
             runner, kv = _one(lib, handle, config, model, layout, context)
         except LoadError as error:
             if layout.n_contexts == 1:
                 raise
+            for made in runners:
+                made.close()
             sentence = (
                 f"{error}; or leave decode-groups out (--disable decode-groups): it makes {layout.n_contexts} contexts"
             )

@@ -217,7 +217,9 @@ class PrefillGate:
         """Whether it is short, or much shorter than the one whose turn it is and no less urgent."""
         if sequence.n_prompt_left <= self.pass_threshold:
             return True
-        is_shorter = 0 < self.pass_ratio * sequence.n_prompt_left <= first.n_prompt_left
+        if sequence is first or not self.pass_ratio:
+            return False
+        is_shorter = self.pass_ratio * sequence.n_prompt_left <= first.n_prompt_left
         return is_shorter and sequence.request.priority <= first.request.priority
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llamamg import contexts, native_count, set_switch
+from llamamg.errors import LoadError
 from llamamg.library import Library
 from llamamg.testing import ask
 
@@ -70,3 +71,24 @@ def test_it_changes_nothing_on_a_cpu(live: Callable[..., Any], library: Library,
     assert len(whole) == 8
     assert native_count("limited") == n_before
     assert not set_switch("no-such-switch", 1)
+
+
+@pytest.mark.parametrize(("options", "n_made"), [({"n_parallel": 2}, 0), (LAYOUT, 2)])
+def test_a_context_that_cannot_be_made_says_what_can_be_left_out(
+    live: Callable[..., Any], micro_model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], n_made: int
+) -> None:
+    """The last one of several: those before it are freed, and the sentence names the plugin that made them."""
+    made: list[Any] = []
+    real = contexts._one
+
+    def one(*arguments: Any) -> Any:
+        if len(made) == n_made:
+            raise LoadError("no context could be made")
+        made.append(real(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(contexts, "_one", one)
+    with pytest.raises(LoadError, match="no context could be made") as raised:
+        live(micro_model, **options)
+    assert ("--disable decode-groups): it makes 3 contexts" in str(raised.value)) is (n_made > 0)
+    assert all(runner.context is None for runner, _ in made)

@@ -152,6 +152,7 @@ def test_a_prompt_passes_one_that_is_many_times_as_long() -> None:
     book, file, longer = prompt(60_000, 1.0), prompt(15_000, 2.0), prompt(15_001, 2.0)
     assert firsts(gate, [book, file]) == [file, book] * 3
     assert firsts(gate, [book, longer]) == [book] * 6
+    assert firsts(PrefillGate(itl_ratio=0, pass_ratio=1), [book, longer]) == [longer, book] * 3
     urgent = prompt(60_000, 3.0, priority=-1)
     assert firsts(gate, [urgent, file]) == [urgent] * 6, "less urgent"
     assert firsts(gate, [urgent, prompt(15_000, 4.0, priority=-1)]).count(urgent) == 3
